@@ -1,0 +1,113 @@
+"""The depth history: the sources of one micro-batch on one stage.
+
+Ownership. A history is born in a stack's forward with the embedding, is handed from sublayer to sublayer, and dies with
+the forward; no module and no global keeps it, so any number of micro-batches may be in flight. It alone holds the
+sources: sites read them through :meth:`DepthHistory.sources`, the stack appends outputs through
+:meth:`DepthHistory.append`, and a source is let go after the last site that reads it (what backward needs stays with
+autograd). A source is never written to once it is in the history.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from megatron_mhar.depth.sites import EMBEDDING, NULL, DepthTable, Source
+
+
+class SiteObserver(Protocol):
+    """What probes hand to a stack to see every routed read; it must not change what it sees."""
+
+    def __call__(self, site: int, sources: Sequence[Tensor], query: Tensor, norm_weight: Tensor) -> None:
+        """``sources`` are what site number ``site`` is about to read with these parameters."""
+
+
+class DepthHistory:
+    """Sources, open block and stream between sublayers.
+
+    Args:
+        table: sources of every site.
+        embedding: `[s, b, d]` (`[s / tp, b, d]` under sequence parallelism), the source e.
+        observer: called at each routing site, see :class:`SiteObserver`.
+
+    Attributes:
+        stream: the residual stream of methods that keep one (for hyper-connections, n streams `[n, s, b, d]`).
+        next_site: site that is read next, also the number of sublayers that have run.
+    """
+
+    def __init__(self, table: DepthTable, embedding: Tensor, observer: SiteObserver | None = None) -> None:
+        self.table = table
+        self.observer = observer
+        self.next_site = 0
+        self.stream: Tensor | None = embedding if table.keeps_stream else None
+        self._sources: dict[Source, Tensor] = {}
+        self._open: Tensor | None = None  # sum of the outputs of the block that is not closed yet
+        self._last_entry: Tensor | None = None
+        if table.released:
+            self._make_entry(0)
+        elif table.num_sites:
+            self._sources[EMBEDDING] = embedding
+
+    def sources(self, null: Tensor | None = None) -> list[Tensor]:
+        """Tensors that the next site reads, in the table's order.
+
+        Args:
+            null: `[d]`, the site's null source, where the method has one.
+
+        Returns:
+            Tensors `[s, b, d]`, and ``null`` first if the site reads it. Those that no later site reads are let go.
+        """
+        names = self.table.reads[self.next_site]
+        tensors = [null if name == NULL else self._sources[name] for name in names]
+        for name in names:
+            if name != NULL and self.table.last_read[name] == self.next_site:
+                del self._sources[name]
+        assert all(t is not None for t in tensors), "a site of this method reads a null source, none given"
+        return tensors  # type: ignore[return-value]
+
+    def append(self, output: Tensor) -> None:
+        """Take the output `[s, b, d]` of the sublayer that has just run."""
+        sublayer = self.next_site
+        self.next_site += 1
+        if self.table.keeps_stream:
+            assert self.stream is not None
+            self.stream = self.stream + output
+        if self.table.released:
+            # The last entry is the stream up to here less the entry before it; nothing follows the last block.
+            if self.table.closes_block(sublayer) and self.next_site < self.table.num_sublayers:
+                self._make_entry(self.next_site // self.table.block_sublayers)  # type: ignore[operator]
+        elif self.table.block_sublayers is not None:
+            total = output if self._open is None else self._open + output
+            closes = self.table.closes_block(sublayer)
+            self._open = None if closes else total
+            self._keep(Source("block", sublayer // self.table.block_sublayers) if closes
+                       else Source("open", sublayer), total)
+        else:
+            self._keep(Source("output", sublayer), output)
+
+    def replace_stream(self, stream: Tensor) -> None:
+        """For methods that mix their streams themselves: the streams after the sublayer that has just run."""
+        self.next_site += 1
+        self.stream = stream
+
+    def output(self) -> Tensor:
+        """What the final norm reads where there is no final site: the stream, `[s, b, d]` (the mean of n streams)."""
+        assert self.stream is not None
+        return self.stream.mean(0) if self.stream.dim() > 3 else self.stream
+
+    def _keep(self, name: Source, tensor: Tensor) -> None:
+        if name in self.table.last_read:
+            self._sources[name] = tensor
+
+    def _make_entry(self, block: int) -> None:
+        assert self.stream is not None
+        entry = self.stream if self._last_entry is None else self.stream - self._last_entry
+        self._last_entry = entry
+        self._keep(Source("entry", block), entry)
+
+    @property
+    def held(self) -> tuple[Source, ...]:
+        """Names of the sources held now."""
+        return tuple(self._sources)

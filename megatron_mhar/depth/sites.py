@@ -1,0 +1,139 @@
+"""The table: which sources each routing site of each method reads, and when a source comes to be.
+
+Sublayers are numbered t = 0, 1, ... (attention, MLP, attention, ...). Site t stands before sublayer t; replacement
+methods have a final site, before the final norm. With o_t the output of sublayer t and e the embedding:
+
+    attnres, mhar         site t reads e, o_0 ... o_{t-1}
+    *_block               e, the sums d_0 ... d_{k-1} of the closed blocks, and the open sum of block k if it is not empty
+    delta                 null, e, o_0 ... o_{t-1}
+    delta_block           null, e, d_0 ... d_{k-1} (the open block is not read)
+    delta_block, released null, and the entries made so far; entry k is made at the first sublayer of block k, of the
+                          stream less the last entry, and is read from the block's second sublayer on
+    baseline, hyper_connections: no site reads a source, the stream is all there is
+
+(MHAR section 3; Attention Residuals section 4 for blocks; Delta Attention Residuals for the delta form.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from megatron_mhar.depth.residual import BLOCK, DELTA, ROUTED, SUBLAYERS_PER_LAYER, ResidualConfig
+
+Kind = Literal["null", "embedding", "output", "block", "open", "entry"]
+
+
+class Source(NamedTuple):
+    """Name of one source: what it is, and its number (sublayer of an output or open sum, block of a block or entry)."""
+
+    kind: Kind
+    index: int = 0
+
+    def __str__(self) -> str:
+        return self.kind if self.kind in ("null", "embedding") else f"{self.kind} {self.index}"
+
+
+NULL = Source("null")
+EMBEDDING = Source("embedding")
+
+
+@dataclass(frozen=True)
+class DepthTable:
+    """Sources of every site of a model with ``num_sublayers`` sublayers.
+
+    Everything else that layers, recomputation and pipeline stages ask (what a sublayer's output becomes, what is still
+    needed after it) is read off the same table.
+    """
+
+    config: ResidualConfig
+    num_sublayers: int
+
+    @property
+    def keeps_stream(self) -> bool:
+        """Whether outputs are added to a stream (all but the replacement methods)."""
+        return self.config.method not in ROUTED or self.config.method in DELTA
+
+    @property
+    def has_final_site(self) -> bool:
+        """Whether the final norm reads a routed mixture of sources."""
+        return not self.keeps_stream
+
+    @property
+    def num_sites(self) -> int:
+        """Sites with parameters: one a sublayer, and the final one; none without routing."""
+        if self.config.method not in ROUTED:
+            return 0
+        return self.num_sublayers + self.has_final_site
+
+    @property
+    def block_sublayers(self) -> int | None:
+        """Sublayers in a block; None for methods without blocks."""
+        layers = self.config.block_layers
+        return SUBLAYERS_PER_LAYER * layers if self.config.method in BLOCK and layers else None
+
+    @property
+    def released(self) -> bool:
+        """Whether the sources are those of the released code of delta_block."""
+        return self.config.method == "delta_block" and self.config.block_form == "released"
+
+    def opens_block(self, sublayer: int) -> bool:
+        """Whether this sublayer is the first of a block."""
+        return self.block_sublayers is not None and sublayer % self.block_sublayers == 0
+
+    def closes_block(self, sublayer: int) -> bool:
+        """Whether this sublayer is the last of a block."""
+        return self.block_sublayers is not None and (
+            self.opens_block(sublayer + 1) or sublayer == self.num_sublayers - 1
+        )
+
+    @cached_property
+    def reads(self) -> tuple[tuple[Source, ...], ...]:
+        """Sources of each site, in the order in which they came to be (a null source first)."""
+        return tuple(self._reads(site) for site in range(self.num_sites))
+
+    def _reads(self, site: int) -> tuple[Source, ...]:
+        size = self.block_sublayers
+        null = (NULL,) if self.config.has_null_source else ()
+        if size is None:
+            return (*null, EMBEDDING, *(Source("output", t) for t in range(site)))
+        block = site // size
+        if self.released:
+            return (*null, *(Source("entry", k) for k in range(block + (site % size > 0))))
+        # The final site stands after the last block, also where that block is a partial one.
+        closed = -(-site // size) if site == self.num_sublayers else block
+        sums = tuple(Source("block", k) for k in range(closed))
+        open_sum = site % size > 0 and closed == block and not self.keeps_stream
+        return (*null, EMBEDDING, *sums, *((Source("open", site - 1),) if open_sum else ()))
+
+    @cached_property
+    def last_read(self) -> dict[Source, int]:
+        """Last site that reads each source; a source that no site reads is not in it."""
+        return {source: site for site, sources in enumerate(self.reads) for source in sources}
+
+    def live_after(self, sublayer: int) -> tuple[Source, ...]:
+        """Sources that exist once ``sublayer`` has run and that a later site reads, in reading order.
+
+        Null sources belong to their sites and are not among them. ``sublayer`` -1 means: before the first.
+        """
+        live: dict[Source, None] = {}
+        for site in range(sublayer + 1, self.num_sites):
+            for source in self.reads[site]:
+                if source != NULL and self.made_by(source) <= sublayer:
+                    live.setdefault(source)
+        return tuple(live)
+
+    def made_by(self, source: Source) -> int:
+        """Sublayer after which ``source`` exists; -1 for what exists before the first."""
+        match source.kind:
+            case "null" | "embedding":
+                return -1
+            case "output" | "open":
+                return source.index
+            case "block":
+                assert self.block_sublayers is not None
+                return min((source.index + 1) * self.block_sublayers, self.num_sublayers) - 1
+            case "entry":
+                assert self.block_sublayers is not None
+                return source.index * self.block_sublayers - 1

@@ -1,0 +1,104 @@
+"""From the run config to megatron-core: TransformerConfig and HybridModel."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from megatron_mhar import platform
+from megatron_mhar.config.schema import RunConfig
+from megatron_mhar.errors import UserError
+from megatron_mhar.model.specs import Layers, routed_stack_spec
+
+
+def resolve_layers(asked: str) -> Layers:
+    """Layer family that ``asked`` means here.
+
+    Raises:
+        UserError: Transformer Engine is asked for and there is none, or no GPU to run it.
+    """
+    usable = HAVE_TE and platform.HAS_GPU
+    if asked == "transformer_engine" and not usable:
+        missing = "it is not installed (pip install 'megatron-mhar[gpu]')" if not HAVE_TE else "this machine has no GPU"
+        raise UserError(f"model.layers: transformer_engine given, but {missing}; allowed here: auto, local")
+    return "transformer_engine" if usable and asked != "local" else "local"
+
+
+def transformer_config(config: RunConfig) -> TransformerConfig:
+    """Megatron-core's config of a run. ``num_layers`` counts sublayers, as HybridModel does."""
+    model, training, parallel = config.model, config.training, config.parallel
+    transformer_engine = resolve_layers(model.layers) == "transformer_engine"
+    bf16 = training.precision == "bf16"
+    dtype = torch.bfloat16 if bf16 else torch.float32
+
+    def init(weight: Tensor) -> Tensor:
+        return torch.nn.init.normal_(weight, std=model.init_std)
+
+    return TransformerConfig(
+        num_layers=len(model.layer_pattern),
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        kv_channels=model.kv_channels,
+        ffn_hidden_size=model.ffn_hidden_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_eps,
+        qk_layernorm=model.qk_layernorm,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        is_hybrid_model=True,
+        init_method=init,
+        output_layer_init_method=init,  # not scaled down by depth
+        bf16=bf16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        tensor_model_parallel_size=parallel.tensor,
+        sequence_parallel=parallel.sequence,
+        recompute_granularity="selective" if training.recompute == "selective" else None,
+        recompute_modules=["core_attn"] if training.recompute == "selective" else None,
+        deterministic_mode=training.deterministic and platform.HAS_GPU,
+        # Fusions are for where their kernels are: apex's or Transformer Engine's, and torch's compiler on a GPU.
+        gradient_accumulation_fusion=platform.HAS_GPU and find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        bias_activation_fusion=platform.HAS_GPU,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=transformer_engine,
+        persist_layer_norm=False,
+        masked_softmax_fusion=False,
+    )
+
+
+def build_model(config: RunConfig) -> HybridModel:
+    """Model of a run on this rank's device; process groups and seeds must be set."""
+    transformer, model = transformer_config(config), config.model
+    hybrid = HybridModel(
+        transformer,
+        routed_stack_spec(
+            config.residual, layers=resolve_layers(model.layers), qk_layernorm=model.qk_layernorm
+        ),
+        vocab_size=model.vocab_size,
+        max_sequence_length=config.training.sequence_length,
+        hybrid_layer_pattern=model.layer_pattern,
+        position_embedding_type="rope",
+        rotary_base=model.rotary_base,
+        share_embeddings_and_output_weights=model.tie_embeddings,
+    )
+    if model.rope_scaling_factor is not None:
+        # HybridModel does not hand llama3's scaling on.
+        hybrid.rotary_pos_emb = RotaryEmbedding(
+            kv_channels=transformer.kv_channels,
+            rotary_percent=1.0,
+            rotary_base=model.rotary_base,
+            rope_scaling=True,
+            rope_scaling_factor=model.rope_scaling_factor,
+            cp_group=hybrid.pg_collection.cp,
+        )
+    return hybrid

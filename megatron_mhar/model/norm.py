@@ -1,0 +1,27 @@
+"""RMSNorm for layers without Transformer Engine; megatron-core's own wrapper refuses sequence parallelism."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last axis, statistics in fp32, weight of ones in ``config.params_dtype``.
+
+    Its constructor is the one megatron-core's layer specs call.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        )
+        # Under sequence parallelism each rank sees a part of the tokens: megatron-core then sums the gradients.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., hidden_size]` -> the same, in the input's dtype."""
+        return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)

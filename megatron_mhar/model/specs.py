@@ -1,0 +1,143 @@
+"""Stack specs for megatron-core's HybridModel: any hybrid stack spec, routed.
+
+    from megatron_mhar import ResidualConfig, routed_stack_spec
+    spec = routed_stack_spec(ResidualConfig(method="mhar", num_heads=8), layers="transformer_engine")
+    model = HybridModel(config, hybrid_stack_spec=spec, hybrid_layer_pattern="*-*-", ...)
+
+``config.num_layers`` is the number of sublayers, that is of the pattern's symbols.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from megatron_mhar.depth.residual import ResidualConfig
+from megatron_mhar.model.norm import RMSNorm
+from megatron_mhar.model.stack import RoutedStack, sublayer_output
+
+Layers = Literal["local", "transformer_engine"]
+BIAS_DROPOUT_ADD_FIELDS = ("self_attn_bda", "mlp_bda", "mamba_bda")
+
+
+def routed_stack_spec(
+    residual: ResidualConfig,
+    *,
+    layers: Layers | HybridStackSubmodules = "local",
+    qk_layernorm: bool = False,
+    num_experts: int | None = None,
+    final_norm: Callable[..., torch.nn.Module] | None = None,
+) -> ModuleSpec:
+    """Spec of a decoder whose sublayers are joined by ``residual``, for ``HybridModel(hybrid_stack_spec=...)``.
+
+    Args:
+        residual: the method.
+        layers: "local" (megatron-core's own modules), "transformer_engine" (megatron-core's hybrid stack spec: Mamba,
+            gated delta net and MoE too, where their libraries are installed), or submodules of your own. They are taken
+            as they are, but that a sublayer's output is not added to its input inside the layer.
+        qk_layernorm: norms on query and key heads ("local" and "transformer_engine").
+        num_experts: experts of MoE sublayers in "local" layers; without it the pattern can hold none.
+        final_norm: norm before the output layer; that of ``layers`` by default.
+
+    Raises:
+        ImportError: Transformer Engine layers are asked for and the library is not installed.
+    """
+    if layers == "local":
+        submodules, norm = _local_submodules(qk_layernorm, num_experts), RMSNorm
+    elif layers == "transformer_engine":
+        submodules, norm = _transformer_engine_submodules(qk_layernorm)
+    else:
+        submodules, norm = layers, RMSNorm
+    return ModuleSpec(
+        module=RoutedStack,
+        params={"residual": residual, "final_norm": final_norm or norm},
+        submodules=_without_residual_add(submodules),
+    )
+
+
+def _without_residual_add(submodules: HybridStackSubmodules) -> HybridStackSubmodules:
+    submodules = copy.deepcopy(submodules)
+    for field in fields(submodules):
+        spec = getattr(submodules, field.name)
+        if isinstance(spec, ModuleSpec) and is_dataclass(spec.submodules):
+            for name in BIAS_DROPOUT_ADD_FIELDS:
+                # A layer without that sublayer holds a no-op there, which stays.
+                if getattr(spec.submodules, name, IdentityFuncOp) not in (IdentityFuncOp, IdentityOp):
+                    setattr(spec.submodules, name, sublayer_output)
+    submodules.mtp_block_spec = None
+    return submodules
+
+
+def _local_submodules(qk_layernorm: bool, num_experts: int | None) -> HybridStackSubmodules:
+    head_norm = RMSNorm if qk_layernorm else None
+    attention = SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear,
+        core_attention=DotProductAttention,
+        linear_proj=RowParallelLinear,
+        q_layernorm=head_norm,
+        k_layernorm=head_norm,
+    )
+    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    optional: dict[str, Any] = {}
+    if num_experts is not None:
+        optional["moe_layer"] = ModuleSpec(
+            module=TransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                pre_mlp_layernorm=RMSNorm,
+                mlp=get_moe_module_spec(use_te=False, num_experts=num_experts, moe_grouped_gemm=False),
+                mlp_bda=sublayer_output,
+            ),
+        )
+    return HybridStackSubmodules(
+        attention_layer=ModuleSpec(
+            module=TransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                input_layernorm=RMSNorm,
+                self_attention=ModuleSpec(
+                    module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+                ),
+                self_attn_bda=sublayer_output,
+            ),
+        ),
+        mlp_layer=ModuleSpec(
+            module=MLPLayer,
+            submodules=TransformerLayerSubmodules(
+                pre_mlp_layernorm=RMSNorm,
+                mlp=partial(MLP.as_mlp_submodule, submodules=mlp),
+                mlp_bda=sublayer_output,
+            ),
+        ),
+        **optional,
+    )
+
+
+def _transformer_engine_submodules(qk_layernorm: bool) -> tuple[HybridStackSubmodules, Callable[..., Any]]:
+    from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+
+    if not HAVE_TE:
+        raise ImportError(
+            "layers 'transformer_engine' needs Transformer Engine, which is not installed: "
+            "pip install 'megatron-mhar[gpu]', or use layers 'local'"
+        )
+    submodules = copy.deepcopy(hybrid_stack_spec.submodules)
+    if qk_layernorm:
+        attention = submodules.attention_layer.submodules.self_attention
+        attention.submodules = replace(attention.submodules, q_layernorm=TENorm, k_layernorm=TENorm)
+    return submodules, TENorm

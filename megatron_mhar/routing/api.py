@@ -1,0 +1,78 @@
+"""The public call, its checks and the choice of backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_mhar.routing.eager import route_eager
+from megatron_mhar.routing.reference import route_reference
+
+BACKENDS: dict[str, Callable[[Sequence[Tensor] | Tensor, Tensor, Tensor, int, float], Tensor]] = {
+    "reference": route_reference,
+    "torch": route_eager,
+}
+
+
+def resolve_backend(backend: str, device: torch.device | str) -> str:
+    """Name of the backend that ``backend`` means on ``device``.
+
+    Raises:
+        ValueError: unknown backend.
+    """
+    if backend == "auto":
+        return "torch"
+    if backend not in BACKENDS:
+        raise ValueError(f"routing backend {backend!r} given; allowed: auto, {', '.join(BACKENDS)}")
+    return backend
+
+
+def route(
+    sources: Sequence[Tensor] | Tensor,
+    query: Tensor,
+    norm_weight: Tensor,
+    *,
+    num_heads: int,
+    eps: float = 1e-6,
+    backend: str = "auto",
+) -> Tensor:
+    """Read N sources by one softmax over depth a head.
+
+    Args:
+        sources: sequence of N tensors `[..., d]` of one shape and dtype, or one `[N, ..., d]` tensor. In a sequence, a
+            source of shape `[d]` (a null source) is the same for every token and is never expanded.
+        query: `[d]`; head h owns the slice `[h * d/H, (h+1) * d/H)`.
+        norm_weight: `[d]`, weight of the RMSNorm that makes keys of sources.
+        num_heads: H; H = 1 is attention residuals.
+        eps: epsilon of the keys' RMSNorm.
+        backend: "reference" (the definition), "torch" (saves for backward only the sources, the weights and one number
+            a source and token), or "auto", the fastest that the device has.
+
+    Returns:
+        `[..., d]` in the sources' dtype. Statistics, softmax and sums are fp32 (float64 for float64 sources).
+
+    Raises:
+        ValueError: shapes, dtypes or H do not fit, or the backend is unknown.
+    """
+    _check(sources, query, norm_weight, num_heads)
+    return BACKENDS[resolve_backend(backend, query.device)](sources, query, norm_weight, num_heads, eps)
+
+
+def _check(sources: Sequence[Tensor] | Tensor, query: Tensor, norm_weight: Tensor, num_heads: int) -> None:
+    width = query.shape[-1] if query.dim() == 1 else -1
+    if width < 1 or query.shape != norm_weight.shape:
+        raise ValueError(f"query and norm_weight must be [d]: {list(query.shape)} and {list(norm_weight.shape)} given")
+    if num_heads < 1 or width % num_heads:
+        raise ValueError(f"num_heads {num_heads} given, but it must be at least 1 and divide the width {width}")
+    if len(sources) == 0:
+        raise ValueError("no source given: a site reads at least one")
+    shapes = {tuple(s.shape) for s in sources if s.dim() != 1}
+    if len(shapes) > 1 or any(s.shape[-1] != width for s in sources):
+        raise ValueError(
+            f"sources must be [..., {width}] of one shape (or [{width}]): "
+            f"{', '.join(str(list(s.shape)) for s in sources)} given"
+        )
+    if len({s.dtype for s in sources if s.dim() != 1}) > 1:
+        raise ValueError(f"sources must have one dtype: {', '.join(str(s.dtype) for s in sources)} given")
