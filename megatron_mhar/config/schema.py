@@ -1,0 +1,256 @@
+"""The typed run config: every key of a run, its type, default and meaning, and what is refused.
+
+Files, overrides and messages with file and line are the business of :mod:`megatron_mhar.config.load`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic_core import PydanticCustomError
+
+from megatron_mhar.depth.residual import ResidualConfig, problem
+
+
+class Section(BaseModel):
+    """A group of keys. Unknown keys are refused; a built config never changes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    """Shape of the decoder. Every sublayer (attention, MLP, ...) is a layer of megatron-core's HybridModel."""
+
+    num_layers: PositiveInt = Field(description="transformer layers: one attention and one MLP sublayer each")
+    hidden_size: PositiveInt = Field(description="model width d")
+    num_attention_heads: PositiveInt
+    num_query_groups: PositiveInt = Field(description="key/value heads of grouped-query attention")
+    head_dim: PositiveInt | None = Field(None, description="width of an attention head; hidden_size / heads by default")
+    ffn_hidden_size: PositiveInt = Field(description="SwiGLU inner width")
+    vocab_size: PositiveInt = Field(description="rows of the embedding; parallel.tensor must divide it")
+    pattern: str | None = Field(
+        None, description="megatron-core's hybrid layer pattern (* attention, - MLP); '*-' a layer by default"
+    )
+    tie_embeddings: bool = True
+    qk_layernorm: bool = Field(True, description="RMSNorm on each query and key head, as in Qwen3")
+    norm_eps: float = Field(1e-6, gt=0)
+    init_std: float = Field(0.02, gt=0, description="all weights are N(0, init_std), output projections too")
+    rotary_base: PositiveInt = 10000
+    rope_scaling_factor: float | None = Field(None, gt=1, description="llama3 rope scaling factor; off by default")
+    layers: Literal["auto", "local", "transformer_engine"] = Field(
+        "auto", description="whose linear, norm and attention modules; auto is Transformer Engine where a GPU has it"
+    )
+
+    @property
+    def layer_pattern(self) -> str:
+        """Hybrid layer pattern, one symbol a sublayer."""
+        return self.pattern or "*-" * self.num_layers
+
+    @property
+    def kv_channels(self) -> int:
+        """Width of one attention head."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @model_validator(mode="after")
+    def _shapes_fit(self) -> ModelConfig:
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
+            raise problem("num_attention_heads", f"{self.num_attention_heads} given, but it must divide hidden_size "
+                          f"{self.hidden_size} (or give head_dim)")
+        if self.num_attention_heads % self.num_query_groups:
+            raise problem("num_query_groups", f"{self.num_query_groups} given, but it must divide num_attention_heads "
+                          f"{self.num_attention_heads}")
+        if self.kv_channels % 2:
+            raise problem("head_dim", f"{self.kv_channels} given, but rotary embeddings need an even head width")
+        if self.pattern is not None:
+            bad = sorted(set(self.pattern) - set("*-"))
+            if bad:
+                raise problem("pattern", f"symbol {bad[0]!r} given; allowed: * (attention) and - (MLP). "
+                              "Other sublayers are reached by importing the stack specs")
+            if len(self.pattern) != 2 * self.num_layers:
+                raise problem("pattern", f"{len(self.pattern)} sublayers given, but num_layers {self.num_layers} "
+                              f"means {2 * self.num_layers}")
+        return self
+
+
+class DataConfig(Section):
+    """Where packed tokens come from: Megatron .bin/.idx files, named without their ending."""
+
+    train: tuple[str, ...] = Field(min_length=1, description="training files (path without .bin/.idx)")
+    train_weights: tuple[float, ...] | None = Field(None, description="share of each training file; by size if not given")
+    valid: tuple[str, ...] = Field((), description="validation files (path without .bin/.idx)")
+    end_of_document: int = Field(ge=0, description="token id that joins documents in the packed stream")
+    document_masks: bool = Field(False, description="attention and loss across document ends are always on")
+    num_workers: int = Field(2, ge=0, description="loader processes a rank")
+
+    @model_validator(mode="after")
+    def _supported(self) -> DataConfig:
+        if self.document_masks:
+            raise problem("document_masks", "true given, but document masks are not supported: documents are packed "
+                          "and attended across, as the recipes do; allowed: false")
+        if self.train_weights is not None and (
+            len(self.train_weights) != len(self.train) or min(self.train_weights) <= 0
+        ):
+            raise problem("train_weights", f"{len(self.train_weights)} given; allowed: one positive weight for each of "
+                          f"the {len(self.train)} training files")
+        return self
+
+
+DecayGroup = Literal["embedding", "norm", "bias", "depth"]
+
+
+class OptimizerConfig(Section):
+    """AdamW, its schedule, and what is done to the weights and the loss."""
+
+    lr: float = Field(gt=0, description="peak learning rate")
+    min_lr: float = Field(0.0, ge=0)
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        "cosine", description="decay after warm-up; wsd is warm-up, stable, decay"
+    )
+    warmup_steps: int = Field(0, ge=0, description="linear warm-up, in steps")
+    decay_steps: PositiveInt | None = Field(None, description="step at which min_lr is reached; the last by default")
+    wsd_decay_steps: PositiveInt | None = Field(None, description="wsd only: length of the final decay, in steps")
+    wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
+    weight_decay: float = Field(0.1, ge=0)
+    no_weight_decay: tuple[DecayGroup, ...] = Field((), description="groups of parameters, by name, without decay")
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    eps: float = Field(1e-8, gt=0)
+    clip_grad: float = Field(1.0, ge=0, description="largest global gradient norm; 0 turns clipping off")
+    ema_decay: float | None = Field(None, gt=0, lt=1, description="keep (and evaluate) a moving average of the weights")
+    z_loss: float = Field(0.0, ge=0, description="weight of the squared log-partition of the logits")
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> OptimizerConfig:
+        if self.min_lr > self.lr:
+            raise problem("min_lr", f"{self.min_lr} given, but it must not exceed lr {self.lr}")
+        if (self.schedule == "wsd") != (self.wsd_decay_steps is not None):
+            raise problem("wsd_decay_steps", "needed by schedule wsd and by it alone; "
+                          f"schedule {self.schedule}, wsd_decay_steps {self.wsd_decay_steps} given")
+        return self
+
+
+class ParallelConfig(Section):
+    """How the model is spread over ranks. Data parallelism takes what is left of the world size."""
+
+    tensor: PositiveInt = Field(1, description="tensor-parallel size")
+    sequence: bool = Field(False, description="sequence parallelism: activations between sublayers cut along the sequence")
+    pipeline: PositiveInt = Field(1, description="pipeline stages")
+    context: PositiveInt = Field(1, description="context-parallel size")
+    expert: PositiveInt = Field(1, description="expert-parallel size")
+    fsdp: bool = Field(False, description="fully sharded data parallelism")
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    timeout_s: PositiveInt = Field(600, description="seconds until a collective without an answer fails")
+
+    @model_validator(mode="after")
+    def _supported(self) -> ParallelConfig:
+        if self.sequence and self.tensor == 1:
+            raise problem("sequence", "true given, but sequence parallelism needs tensor > 1")
+        for key in ("pipeline", "context", "expert"):
+            if getattr(self, key) != 1:
+                raise problem(key, f"{getattr(self, key)} given, but {key} parallelism is not supported yet; allowed: 1")
+        if self.fsdp:
+            raise problem("fsdp", "true given, but FSDP is not supported: the distributed optimizer shards optimizer "
+                          "states and the weights stay whole; allowed: false")
+        if self.overlap_param_gather and not self.overlap_grad_reduce:
+            raise problem("overlap_param_gather", "true given, but it needs overlap_grad_reduce: true")
+        return self
+
+
+class TrainingConfig(Section):
+    """Length, batch and precision of a run."""
+
+    steps: PositiveInt = Field(description="length of the run, and of its schedule")
+    stop_after: PositiveInt | None = Field(None, description="save and stop after this step; the schedule stays")
+    global_batch_size: PositiveInt = Field(description="sequences a step over all ranks")
+    micro_batch_size: PositiveInt = Field(description="sequences a forward on one rank")
+    sequence_length: PositiveInt
+    precision: Literal["bf16", "fp32"] = "bf16"
+    recompute: Literal["none", "selective"] = Field("none", description="selective recomputes core attention in the backward")
+    seed: int = Field(42, ge=0)
+    log_interval: PositiveInt = Field(10, description="steps between log lines")
+    deterministic: bool = Field(False, description="bit-identical repeats on a GPU, at some speed")
+
+
+class EvaluationConfig(Section):
+    """Validation loss at intervals, always over the same samples."""
+
+    interval: PositiveInt = Field(500, description="steps between evaluations; the last step is always evaluated")
+    batches: PositiveInt = Field(16, description="global batches an evaluation")
+    tail: PositiveInt = Field(11, description="reported loss: mean of this many last evaluations")
+
+
+class CheckpointConfig(Section):
+    """What is saved beside the log, and what a run starts from."""
+
+    interval: PositiveInt = Field(1000, description="steps between checkpoints; the last step is always saved")
+    keep: PositiveInt = Field(2, description="complete checkpoints kept; older ones are removed")
+
+
+class TrackingConfig(Section):
+    """MLflow. Metrics are written to a journal in the run folder first and sent from another process."""
+
+    enabled: bool = True
+    uri: str | None = Field(None, description="MLflow server or store; a sqlite file in output_dir by default")
+    experiment: str = Field("megatron_mhar", min_length=1)
+    request_timeout_s: PositiveInt = Field(2, description="seconds until one request to the server is given up")
+    drain_timeout_s: float = Field(30, ge=0, description="longest wait for the server once training has ended")
+
+
+class RunConfig(Section):
+    """A whole run."""
+
+    name: str = Field(description="folder of the run below output_dir")
+    output_dir: Path = Path("runs")
+    model: ModelConfig
+    residual: ResidualConfig = ResidualConfig()
+    data: DataConfig
+    optimizer: OptimizerConfig
+    training: TrainingConfig
+    parallel: ParallelConfig = ParallelConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    tracking: TrackingConfig = TrackingConfig()
+
+    @property
+    def run_dir(self) -> Path:
+        """Everything the run writes lies here."""
+        return self.output_dir / self.name
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> RunConfig:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
+            raise problem("name", f"{self.name!r} given; allowed: letters, digits, '.', '_' and '-'")
+        try:
+            self.residual.check(
+                hidden_size=self.model.hidden_size, num_sublayers=len(self.model.layer_pattern)
+            )
+        except PydanticCustomError as error:
+            assert error.context is not None
+            at, message = error.context["at"], error.context["message"].removeprefix(f"{error.context['at']}: ")
+            raise problem(f"residual.{at}", message) from None
+        model, training, parallel, optimizer = self.model, self.training, self.parallel, self.optimizer
+        for key in ("num_attention_heads", "num_query_groups", "ffn_hidden_size", "vocab_size"):
+            if getattr(model, key) % parallel.tensor:
+                raise problem("parallel.tensor", f"{parallel.tensor} given, but it must divide model.{key} "
+                              f"{getattr(model, key)}")
+        if parallel.sequence and training.sequence_length % parallel.tensor:
+            raise problem("parallel.tensor", f"{parallel.tensor} given, but with sequence parallelism it must divide "
+                          f"training.sequence_length {training.sequence_length}")
+        if training.global_batch_size % training.micro_batch_size:
+            raise problem("training.global_batch_size", f"{training.global_batch_size} given, but it must be a multiple "
+                          f"of training.micro_batch_size {training.micro_batch_size}")
+        last = optimizer.decay_steps or training.steps
+        if optimizer.warmup_steps >= last:
+            raise problem("optimizer.warmup_steps", f"{optimizer.warmup_steps} given, but the schedule ends at step "
+                          f"{last}")
+        if optimizer.wsd_decay_steps is not None and optimizer.wsd_decay_steps > last - optimizer.warmup_steps:
+            raise problem("optimizer.wsd_decay_steps", f"{optimizer.wsd_decay_steps} given, but only "
+                          f"{last - optimizer.warmup_steps} steps follow the warm-up")
+        if self.data.end_of_document >= model.vocab_size:
+            raise problem("data.end_of_document", f"{self.data.end_of_document} given, but model.vocab_size is "
+                          f"{model.vocab_size}")
+        return self

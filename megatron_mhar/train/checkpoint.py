@@ -1,0 +1,107 @@
+"""Checkpoints in megatron-core's distributed format: one folder a step, whole or not there.
+
+A checkpoint is written to ``step_<n>.partial`` and renamed once every rank has written its part, so a name without the
+ending is complete. Weights, optimizer state, weight average, schedule and the number of samples consumed are all that
+a run's future depends on: nothing after initialisation draws random numbers. Tensors are stored under their global
+names, layers by their global number, in a form that reshards.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+
+from megatron_mhar.errors import UserError
+from megatron_mhar.train.distributed import on_first_rank
+from megatron_mhar.train.optimizer import Optimizer
+
+_NAME = re.compile(r"step_(\d+)")
+_PARTIAL = ".partial"
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
+def checkpoint_steps(folder: Path) -> list[int]:
+    """Steps of the complete checkpoints in ``folder``, ascending."""
+    if not folder.is_dir():
+        return []
+    matches = ((_NAME.fullmatch(entry.name), entry) for entry in folder.iterdir())
+    return sorted(int(m[1]) for m, entry in matches if m and (entry / "metadata.json").is_file())
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Folder of the checkpoint of ``step``."""
+    return folder / f"step_{step:08d}"
+
+
+def _state(model: torch.nn.Module, optimizer: Optimizer, progress: dict[str, Any], *, loading: bool) -> dict[str, Any]:
+    weights = model.module.sharded_state_dict(metadata=_METADATA)  # type: ignore[operator,union-attr]
+    return {
+        "model": weights,
+        "optimizer": optimizer.megatron.sharded_state_dict(weights, is_loading=loading, metadata=_METADATA),
+        "scheduler": optimizer.scheduler.state_dict(),
+        "progress": progress,
+    }
+
+
+def save(
+    folder: Path, model: torch.nn.Module, optimizer: Optimizer, progress: dict[str, Any], *, step: int, keep: int
+) -> Path:
+    """Write the checkpoint of ``step`` and remove all but the newest ``keep`` complete ones. Called by all ranks.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    target = checkpoint_path(folder, step)
+    partial = target.with_name(target.name + _PARTIAL)
+
+    def begin() -> None:
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        except OSError as error:
+            raise UserError(f"{partial}: the checkpoint cannot be written ({error.strerror})") from error
+
+    def finish() -> None:
+        if target.exists():
+            shutil.rmtree(target)
+        partial.rename(target)
+        descriptor = os.open(folder, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+        for old in checkpoint_steps(folder)[:-keep]:
+            shutil.rmtree(checkpoint_path(folder, old))
+
+    on_first_rank(begin)
+    dist_checkpointing.save(_state(model, optimizer, progress, loading=False), str(partial))
+    on_first_rank(finish)
+    return target
+
+
+def load(folder: Path, model: torch.nn.Module, optimizer: Optimizer, *, step: int) -> dict[str, Any]:
+    """Load the checkpoint of ``step`` and return its progress. Called by all ranks.
+
+    Raises:
+        UserError: the checkpoint cannot be read or is of another model.
+    """
+    path = checkpoint_path(folder, step)
+    try:
+        state = dist_checkpointing.load(_state(model, optimizer, {}, loading=True), str(path))
+    except (CheckpointingException, OSError, RuntimeError, KeyError, ValueError) as error:
+        raise UserError(f"{path}: the checkpoint cannot be loaded ({type(error).__name__}: {error})") from error
+    model.module.load_state_dict(state["model"])  # type: ignore[union-attr]
+    optimizer.megatron.load_state_dict(state["optimizer"])
+    optimizer.scheduler.load_state_dict(state["scheduler"])
+    return dict(state["progress"])
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove what an interrupted save left behind."""
+    for entry in folder.glob(f"step_*{_PARTIAL}"):
+        shutil.rmtree(entry, ignore_errors=True)

@@ -1,0 +1,108 @@
+"""Ranks: process groups of a run, checks that all ranks make together, and seeds."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Callable
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from megatron_mhar import platform
+from megatron_mhar.config.schema import RunConfig
+from megatron_mhar.errors import UserError
+
+
+def rank() -> int:
+    """Rank of this process as its launcher says, 0 without one."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """Number of processes as their launcher says, 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def check_layout(config: RunConfig, world: int) -> int:
+    """Number of data-parallel ranks of ``config`` on ``world`` ranks.
+
+    Raises:
+        UserError: the layout does not fit the number of ranks, or the batch the layout.
+    """
+    tensor, training = config.parallel.tensor, config.training
+    if world % tensor:
+        raise UserError(
+            f"parallel.tensor: {tensor} given, but it must divide the number of ranks, {world}; "
+            "start as many with torchrun --nproc-per-node"
+        )
+    data_parallel = world // tensor
+    step = training.micro_batch_size * data_parallel
+    if training.global_batch_size % step:
+        raise UserError(
+            f"training.global_batch_size: {training.global_batch_size} given, but on {world} ranks it must be a "
+            f"multiple of {step} (micro_batch_size {training.micro_batch_size} x {data_parallel} data-parallel ranks)"
+        )
+    return data_parallel
+
+
+def initialize(config: RunConfig) -> torch.device:
+    """Join the other ranks, build megatron-core's process groups and seed this rank. Returns its device."""
+    device = platform.setup(int(os.environ.get("LOCAL_RANK", "0")))
+    if not torch.distributed.is_initialized():
+        timeout = datetime.timedelta(seconds=config.parallel.timeout_s)
+        if world_size() == 1:
+            # One process needs no address to meet at.
+            torch.distributed.init_process_group(
+                platform.BACKEND, store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=timeout
+            )
+        else:
+            torch.distributed.init_process_group(platform.BACKEND, timeout=timeout)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.parallel.tensor,
+        distributed_timeout_minutes=max(1, config.parallel.timeout_s // 60),
+    )
+    if config.training.deterministic:
+        platform.use_deterministic_algorithms()
+    torch.manual_seed(config.training.seed)
+    model_parallel_cuda_manual_seed(config.training.seed)
+    return device
+
+
+def shut_down() -> None:
+    """Leave the process groups."""
+    parallel_state.destroy_model_parallel()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def on_first_rank[T](action: Callable[[], T]) -> T:
+    """Run ``action`` on rank 0 and give its result to all ranks; its UserError is raised on all of them."""
+    result: list[T | UserError | None] = [None]
+    if torch.distributed.get_rank() == 0:
+        try:
+            result[0] = action()
+        except UserError as error:
+            result[0] = error
+    torch.distributed.broadcast_object_list(result, src=0)
+    outcome = result[0]
+    if isinstance(outcome, UserError):
+        raise outcome
+    return outcome  # type: ignore[return-value]
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether ``flag`` is true on any rank."""
+    if torch.distributed.get_world_size() == 1:
+        return flag
+    value = torch.tensor([float(flag)], device=torch.cuda.current_device())
+    torch.distributed.all_reduce(value, torch.distributed.ReduceOp.MAX)
+    return bool(value.item())
+
+
+def data_parallel_mean(values: torch.Tensor) -> torch.Tensor:
+    """Mean of a tensor over data-parallel ranks, in place."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    torch.distributed.all_reduce(values, group=group)
+    return values.div_(group.size())

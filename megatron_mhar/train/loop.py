@@ -1,0 +1,360 @@
+"""The training loop, on megatron-core's datasets, schedules, DDP, optimizer and checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
+from functools import partial
+from types import FrameType
+from typing import Any, cast
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megatron_mhar import platform
+from megatron_mhar.config.load import flatten
+from megatron_mhar.config.schema import RunConfig
+from megatron_mhar.data.dataset import build_datasets, check_data, micro_batches
+from megatron_mhar.model.build import build_model, resolve_layers
+from megatron_mhar.model.observe import RoutingMap, record_routing
+from megatron_mhar.model.stack import RoutedStack
+from megatron_mhar.routing import resolve_backend
+from megatron_mhar.tracking.journal import load_metrics
+from megatron_mhar.tracking.tracker import Tracker
+from megatron_mhar.train import checkpoint
+from megatron_mhar.train.distributed import (
+    any_rank,
+    check_layout,
+    data_parallel_mean,
+    initialize,
+    on_first_rank,
+    rank,
+    shut_down,
+    world_size,
+)
+from megatron_mhar.train.loss import cross_entropy
+from megatron_mhar.train.optimizer import Optimizer, optimizer_name
+from megatron_mhar.train.progress import ProgressLog
+from megatron_mhar.train.run_folder import RunFolder
+
+logger = logging.getLogger("megatron_mhar")
+
+
+def train(config: RunConfig) -> dict[str, Any] | None:
+    """Train, or go on training, the run of ``config``; called by every rank.
+
+    Returns:
+        The run's summary on rank 0 once its last step is done; None on other ranks, or if it stopped before.
+
+    Raises:
+        UserError: config, data, layout and folder do not fit. Nothing has been written then.
+    """
+    check_layout(config, world_size())
+    check_data(config)
+    resolve_layers(config.model.layers)
+    device = initialize(config)
+    try:
+        folder = RunFolder(config)
+        start = on_first_rank(folder.prepare)
+        finished = on_first_rank(folder.finished)
+        with ExitStack() as stack:
+            first = rank() == 0
+            stack.enter_context(folder.locked() if first else nullcontext())
+            stack.enter_context(
+                progress := ProgressLog(folder.log if first else None, total=config.training.steps, start=start)
+            )
+            if finished is not None:
+                logger.info("%s: finished at step %d already", folder.path, finished["steps"])
+                return finished if first else None
+            tracker = stack.enter_context(_tracker(config, folder)) if first else None
+            summary = Trainer(config, folder, device, progress, tracker).run(start)
+            return summary if first else None
+    finally:
+        shut_down()
+
+
+def _tracker(config: RunConfig, folder: RunFolder) -> Tracker:
+    return Tracker(
+        folder.path,
+        name=config.name,
+        params=flatten(config),
+        config=config.tracking,
+        default_store=config.output_dir,
+    )
+
+
+class Trainer:
+    """Model, optimizer and data of one run on one rank.
+
+    Args:
+        config: the run.
+        folder: its folder, prepared.
+        device: this rank's device.
+        progress: bar and log.
+        tracker: where metrics go; rank 0 alone has one.
+    """
+
+    def __init__(
+        self, config: RunConfig, folder: RunFolder, device: torch.device, progress: ProgressLog, tracker: Tracker | None
+    ) -> None:
+        self.config, self.folder, self.device, self.progress, self.tracker = config, folder, device, progress, tracker
+        self.model = wrap(config, build_model(config))
+        self.optimizer = Optimizer(config, self.model)
+        connect(self.model, self.optimizer)
+        self.train_set, self.valid_set = build_datasets(config, folder.index)
+        self.data_parallel = parallel_state.get_data_parallel_world_size()
+        self.forward_backward = get_forward_backward_func()
+        self.speeds: list[float] = []
+        self.stop_signal: int | None = None
+        self.routing: RoutingMap | None = None
+
+    @property
+    def hybrid(self) -> HybridModel:
+        """The model without its data-parallel wrapper."""
+        return cast(HybridModel, self.model.module)
+
+    def run(self, start: int) -> dict[str, Any] | None:
+        """Train from step ``start`` on; the summary if the last step was reached."""
+        training, step = self.config.training, start
+        if start:
+            checkpoint.load(self.folder.checkpoints, self.model, self.optimizer, step=start)
+            logger.info("continued from %s", checkpoint.checkpoint_path(self.folder.checkpoints, start))
+        self._announce()
+        last = min(training.steps, training.stop_after or training.steps)
+        batches = self._batches(self.train_set, start * training.global_batch_size,
+                                training.steps * training.global_batch_size)  # fmt: skip
+        saved = start
+        with self._signals():
+            pending: list[tuple[Tensor, float]] = []
+            mark = time.perf_counter()
+            while step < last:
+                loss, norm = self.train_step(batches)
+                pending.append((loss, norm))
+                step += 1
+                stopping = any_rank(self.stop_signal is not None)
+                evaluates = step % self.config.evaluation.interval == 0 or step == training.steps
+                saves = step % self.config.checkpoint.interval == 0 or step == last or stopping
+                if step % training.log_interval == 0 or evaluates or saves:
+                    self._report(step, pending, time.perf_counter() - mark)
+                    pending = []
+                if evaluates and self.valid_set is not None:
+                    self._evaluate(step)
+                if saves:
+                    checkpoint.save(self.folder.checkpoints, self.model, self.optimizer,
+                                    {"step": step, "samples": step * training.global_batch_size},
+                                    step=step, keep=self.config.checkpoint.keep)  # fmt: skip
+                    saved = step
+                if not pending:
+                    mark = time.perf_counter()
+                if stopping:
+                    break
+        if step < training.steps:
+            reason = f"signal {self.stop_signal}" if self.stop_signal else "stop_after" if step == last else "a rank"
+            logger.info("stopped by %s after step %d, saved at step %d; the same command goes on", reason, step, saved)
+            return None
+        return self._finish(step)
+
+    def train_step(self, batches: Iterator[dict[str, Tensor]]) -> tuple[Tensor, float]:
+        """One optimizer step over a global batch.
+
+        Returns:
+            Mean loss of this rank's tokens (a tensor on the device, without the z-loss) and the gradient norm.
+        """
+        training = self.config.training
+        self.model.train()
+        self.model.zero_grad_buffer()
+        self.optimizer.megatron.zero_grad()
+        losses = self.forward_backward(
+            forward_step_func=partial(forward_step, z_loss=self.config.optimizer.z_loss),
+            data_iterator=batches,
+            model=[self.model],
+            num_microbatches=training.global_batch_size // training.micro_batch_size // self.data_parallel,
+            seq_length=training.sequence_length,
+            micro_batch_size=training.micro_batch_size,
+            forward_only=False,
+        )
+        _, norm = self.optimizer.step()
+        return torch.stack([entry["loss"] for entry in losses]).mean(), norm
+
+    @torch.no_grad()
+    def evaluate(self, *, record: bool = False) -> float:
+        """Mean validation loss of the weights (their average, if one is kept), over the same samples each time.
+
+        Args:
+            record: also record the routing weights, into ``self.routing``.
+        """
+        training = self.config.training
+        samples = self.config.evaluation.batches * training.global_batch_size
+        assert self.valid_set is not None
+        batches = self._batches(self.valid_set, 0, samples)
+        decoder = cast(RoutedStack, self.hybrid.decoder)
+        self.model.eval()
+        with self.optimizer.averaged_weights(), ExitStack() as stack:
+            recorder = stack.enter_context(record_routing(decoder)) if record and decoder.table.num_sites else None
+            losses = self.forward_backward(
+                forward_step_func=partial(forward_step, z_loss=0.0),
+                data_iterator=batches,
+                model=[self.model],
+                num_microbatches=samples // training.micro_batch_size // self.data_parallel,
+                seq_length=training.sequence_length,
+                micro_batch_size=training.micro_batch_size,
+                forward_only=True,
+            )
+            self.routing = recorder.result() if recorder else None
+        return float(data_parallel_mean(torch.stack([entry["loss"] for entry in losses]).mean()))
+
+    def _batches(self, dataset: Any, start: int, stop: int) -> Iterator[dict[str, Tensor]]:
+        return micro_batches(
+            dataset,
+            start=start,
+            stop=stop,
+            micro_batch_size=self.config.training.micro_batch_size,
+            rank=parallel_state.get_data_parallel_rank(),
+            ranks=self.data_parallel,
+            device=self.device,
+            num_workers=self.config.data.num_workers,
+        )
+
+    def _announce(self) -> None:
+        residual = self.config.residual
+        backend = resolve_backend(residual.backend, self.device)
+        layers = resolve_layers(self.config.model.layers)
+        logger.info(
+            "%s: %s, %s parameters on this rank, %s on %d ranks of %s; layers %s, routing backend %s, optimizer %s",
+            self.config.name, residual.method, f"{self.num_parameters:,}", self.config.training.precision,
+            torch.distributed.get_world_size(), platform.device_name(), layers, backend, optimizer_name(),
+        )  # fmt: skip
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters on this rank."""
+        return sum(p.numel() for p in self.model.parameters())
+
+    def _report(self, step: int, pending: list[tuple[Tensor, float]], seconds: float) -> None:
+        """Log the steps since the last report; ``step`` is the last of them."""
+        losses = data_parallel_mean(torch.stack([loss for loss, _ in pending])).tolist()
+        platform.synchronize()
+        training = self.config.training
+        tokens = len(pending) * training.global_batch_size * training.sequence_length
+        speed = tokens / seconds
+        self.speeds.append(speed)
+        for number, (loss, (_, norm)) in enumerate(zip(losses, pending, strict=True), step - len(pending) + 1):
+            metrics = {"train/loss": loss, "train/grad_norm": norm}
+            if number == step:
+                metrics |= {
+                    "train/tokens_per_second": speed,
+                    "train/lr": self.optimizer.lr,
+                    "train/tokens": number * training.global_batch_size * training.sequence_length,
+                    "train/peak_memory_bytes": platform.peak_memory_bytes(),
+                }
+            if self.tracker is not None:
+                self.tracker.log(number, metrics)
+        self.progress.step(step, loss=losses[-1], tokens_per_second=speed)
+        logger.info("step %d/%d  loss %.4f  gradient norm %.3f  %s tokens/s", step, training.steps, losses[-1],
+                    pending[-1][1], f"{speed:,.0f}")  # fmt: skip
+        if not math.isfinite(losses[-1]):
+            logger.warning("step %d: the loss is %s", step, losses[-1])
+
+    def _evaluate(self, step: int) -> None:
+        loss = self.evaluate(record=step == self.config.training.steps)
+        logger.info("step %d/%d  validation loss %.4f", step, self.config.training.steps, loss)
+        if self.tracker is not None:
+            self.tracker.log(step, {"valid/loss": loss})
+
+    def _finish(self, step: int) -> dict[str, Any] | None:
+        peak = torch.tensor([platform.peak_memory_bytes()], dtype=torch.float64, device=self.device)
+        torch.distributed.all_reduce(peak, torch.distributed.ReduceOp.MAX)
+        parameters = torch.tensor([self.num_parameters if parallel_state.get_data_parallel_rank() == 0 else 0],
+                                  device=self.device)  # fmt: skip
+        torch.distributed.all_reduce(parameters)
+        if rank() != 0:
+            return None
+        if self.routing is not None:
+            self.routing.save(str(self.folder.routing))
+        history = load_metrics(self.folder.path / "metrics.jsonl")
+        evaluations = [value for _, value in history.get("valid/loss", [])]
+        speeds = [value for _, value in history.get("train/tokens_per_second", [])] or self.speeds
+        tail = evaluations[-self.config.evaluation.tail :]
+        summary = {
+            "name": self.config.name,
+            "method": self.config.residual.method,
+            "num_heads": self.config.residual.num_heads,
+            "parameters": int(parameters.item()),
+            "steps": step,
+            "valid_loss": statistics.fmean(tail) if tail else None,
+            "valid_loss_last": evaluations[-1] if evaluations else None,
+            "tokens_per_second": statistics.median(speeds),
+            "peak_memory_bytes": int(peak.item()),
+            "device": platform.device_name(),
+            "routing_backend": resolve_backend(self.config.residual.backend, self.device),
+        }
+        self.folder.write_summary(summary)
+        logger.info("finished: %s", self.folder.summary)
+        return summary
+
+    def _signals(self) -> ExitStack:
+        """Within the context, SIGTERM and SIGINT end the run after the step under way, with a checkpoint.
+
+        A second one of them ends it at once.
+        """
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            if self.stop_signal is not None:
+                raise KeyboardInterrupt
+            self.stop_signal = number
+
+        stack = ExitStack()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            stack.callback(signal.signal, number, signal.signal(number, stop))
+        return stack
+
+
+def wrap(config: RunConfig, model: HybridModel) -> DistributedDataParallel:
+    """Model in megatron-core's data-parallel wrapper, gradients in fp32."""
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=config.parallel.overlap_grad_reduce,
+        overlap_param_gather=config.parallel.overlap_param_gather,
+        check_for_nan_in_grad=True,
+    )
+    wrapped = DistributedDataParallel(model.config, settings, model)
+    wrapped.broadcast_params()
+    return wrapped
+
+
+def connect(model: DistributedDataParallel, optimizer: Optimizer) -> None:
+    """Tell the schedule how gradients are finished and synchronised."""
+    transformer = model.config
+    transformer.finalize_model_grads_func = finalize_model_grads
+    transformer.grad_scale_func = optimizer.megatron.scale_loss
+    if model.ddp_config.overlap_grad_reduce:
+        transformer.no_sync_func = model.no_sync
+    if model.ddp_config.overlap_param_gather:
+        transformer.param_sync_func = model.start_param_sync
+
+
+def forward_step(
+    batches: Iterator[dict[str, Tensor]], model: DistributedDataParallel, *, z_loss: float
+) -> tuple[Tensor, Any]:
+    """Forward of the next micro-batch, as megatron-core's schedules call it: logits, and what makes a loss of them."""
+    batch = next(batches)
+    logits = model(batch["tokens"], batch["position_ids"], None)
+
+    def loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        per_token, squared_partition = cross_entropy(output, batch["labels"])
+        mean = per_token.mean()
+        total = mean + z_loss * squared_partition.mean() if z_loss else mean
+        # The schedule divides what it gets in place.
+        return total, {"loss": mean.detach().clone()}
+
+    return logits, loss
