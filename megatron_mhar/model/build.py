@@ -9,11 +9,11 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer import TransformerConfig
-from torch import Tensor
 
 from megatron_mhar import platform
 from megatron_mhar.config.schema import RunConfig
 from megatron_mhar.errors import UserError
+from megatron_mhar.model.initialize import initialize_weights
 from megatron_mhar.model.specs import Layers, routed_stack_spec
 
 
@@ -37,9 +37,6 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
     bf16 = training.precision == "bf16"
     dtype = torch.bfloat16 if bf16 else torch.float32
 
-    def init(weight: Tensor) -> Tensor:
-        return torch.nn.init.normal_(weight, std=model.init_std)
-
     return TransformerConfig(
         num_layers=len(model.layer_pattern),
         hidden_size=model.hidden_size,
@@ -56,8 +53,7 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         hidden_dropout=0.0,
         attention_dropout=0.0,
         is_hybrid_model=True,
-        init_method=init,
-        output_layer_init_method=init,  # not scaled down by depth
+        perform_initialization=False,  # see model.initialize; output projections are not scaled down by depth
         bf16=bf16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -101,4 +97,5 @@ def build_model(config: RunConfig) -> HybridModel:
             rope_scaling_factor=model.rope_scaling_factor,
             cp_group=hybrid.pg_collection.cp,
         )
+    initialize_weights(hybrid, seed=config.training.seed, std=model.init_std)
     return hybrid
