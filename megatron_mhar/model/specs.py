@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
@@ -72,16 +71,20 @@ def routed_stack_spec(
 
 
 def _without_residual_add(submodules: HybridStackSubmodules) -> HybridStackSubmodules:
-    submodules = copy.deepcopy(submodules)
+    """New submodules; the given ones, often another module's global, stay as they are."""
+    changed: dict[str, Any] = {"mtp_block_spec": None}
     for field in fields(submodules):
         spec = getattr(submodules, field.name)
         if isinstance(spec, ModuleSpec) and is_dataclass(spec.submodules):
-            for name in BIAS_DROPOUT_ADD_FIELDS:
+            adds = {
+                name: sublayer_output
+                for name in BIAS_DROPOUT_ADD_FIELDS
                 # A layer without that sublayer holds a no-op there, which stays.
-                if getattr(spec.submodules, name, IdentityFuncOp) not in (IdentityFuncOp, IdentityOp):
-                    setattr(spec.submodules, name, sublayer_output)
-    submodules.mtp_block_spec = None
-    return submodules
+                if getattr(spec.submodules, name, IdentityFuncOp) not in (IdentityFuncOp, IdentityOp)
+            }
+            if adds:
+                changed[field.name] = replace(spec, submodules=replace(spec.submodules, **adds))
+    return replace(submodules, **changed)
 
 
 def _local_submodules(qk_layernorm: bool, num_experts: int | None) -> HybridStackSubmodules:
@@ -136,8 +139,12 @@ def _transformer_engine_submodules(qk_layernorm: bool) -> tuple[HybridStackSubmo
             "layers 'transformer_engine' needs Transformer Engine, which is not installed: "
             "pip install 'megatron-mhar[gpu]', or use layers 'local'"
         )
-    submodules = copy.deepcopy(hybrid_stack_spec.submodules)
+    submodules: HybridStackSubmodules = hybrid_stack_spec.submodules
     if qk_layernorm:
-        attention = submodules.attention_layer.submodules.self_attention
-        attention.submodules = replace(attention.submodules, q_layernorm=TENorm, k_layernorm=TENorm)
+        layer = submodules.attention_layer
+        attention = layer.submodules.self_attention
+        normed = replace(attention.submodules, q_layernorm=TENorm, k_layernorm=TENorm)
+        attention = replace(attention, submodules=normed)
+        layer = replace(layer, submodules=replace(layer.submodules, self_attention=attention))
+        submodules = replace(submodules, attention_layer=layer)
     return submodules, TENorm

@@ -14,6 +14,7 @@ from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSub
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import WrappedTensor, make_viewless_tensor
+from pydantic_core import PydanticCustomError
 from torch import Tensor
 
 from megatron_mhar.depth.history import DepthHistory, SiteObserver
@@ -63,7 +64,10 @@ class RoutedStack(HybridStack):
         **kwargs: Any,
     ) -> None:
         _refuse_unsupported(config, kwargs)
-        residual.check(hidden_size=config.hidden_size, num_sublayers=config.num_layers)
+        try:
+            residual.check(hidden_size=config.hidden_size, num_sublayers=config.num_layers)
+        except PydanticCustomError as error:
+            raise ValueError(str(error)) from None  # megatron-core's builder raises it again by class and message
         super().__init__(config, submodules, post_layer_norm=False, **kwargs)
         self.residual = residual
         self.table = DepthTable(residual, config.num_layers)

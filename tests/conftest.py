@@ -1,0 +1,101 @@
+"""Shared fixtures: one rank of megatron-core, a tiny corpus, and run configs of tiny models."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+
+METHODS = {  # one setting of every method, with its features on
+    "baseline": {"method": "baseline"},
+    "attnres": {"method": "attnres"},
+    "mhar": {"method": "mhar", "num_heads": 4},
+    "attnres_block": {"method": "attnres_block", "block_layers": 1},
+    "mhar_block": {"method": "mhar_block", "num_heads": 4, "block_layers": 2},
+    "delta": {"method": "delta", "num_heads": 4, "gate_init": 1.0},
+    "delta_block": {"method": "delta_block", "num_heads": 4, "block_layers": 1},
+    "delta_block_released": {"method": "delta_block", "block_layers": 1, "block_form": "released"},
+    "hyper_connections": {"method": "hyper_connections"},
+}
+
+
+def tiny_run(data: Path, output_dir: Path, **sections):
+    """Config of a four-layer model of width 64; ``sections`` are merged over it, section by section."""
+    from megatron_mhar.config.schema import RunConfig
+
+    values = {
+        "name": "run",
+        "output_dir": output_dir,
+        "model": {
+            "num_layers": 4,
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "num_query_groups": 2,
+            "ffn_hidden_size": 96,
+            "vocab_size": 128,
+        },
+        "data": {"train": [f"{data}/train"], "valid": [f"{data}/valid"], "end_of_document": 0, "num_workers": 0},
+        "optimizer": {"lr": 3e-3, "warmup_steps": 2},
+        "training": {
+            "steps": 8,
+            "global_batch_size": 4,
+            "micro_batch_size": 2,
+            "sequence_length": 32,
+            "precision": "fp32",
+            "log_interval": 1,
+        },
+        "evaluation": {"interval": 4, "batches": 2},
+        "checkpoint": {"interval": 100},
+        "tracking": {"enabled": False},
+    }
+    for name, section in sections.items():
+        values[name] = {**values.get(name, {}), **section} if isinstance(section, dict) else section
+    return RunConfig.model_validate(values)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> Path:
+    """Folder with train and valid token files: documents of a learnable random walk over 127 ids, joined by id 0."""
+    import numpy as np
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    folder = tmp_path_factory.mktemp("corpus")
+    random = np.random.default_rng(0)
+    for split, documents in (("train", 120), ("valid", 40)):
+        builder = IndexedDatasetBuilder(str(folder / f"{split}.bin"), dtype=np.uint16)
+        for _ in range(documents):
+            walk = np.cumsum(random.integers(0, 3, int(random.integers(40, 200)))) % 127 + 1
+            builder.add_item(torch.tensor([*walk, 0]))
+            builder.end_document()
+        builder.finalize(str(folder / f"{split}.idx"))
+    return folder
+
+
+@pytest.fixture
+def one_rank():
+    """Process groups of a single rank; every test starts from the same seed."""
+    import torch
+
+    from megatron_mhar import platform
+
+    platform.setup(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+        from megatron_mhar.train.distributed import shut_down
+
+    torch.distributed.init_process_group(
+        platform.BACKEND, store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    parallel_state.initialize_model_parallel()
+    torch.manual_seed(0)
+    model_parallel_cuda_manual_seed(0)
+    yield
+    shut_down()

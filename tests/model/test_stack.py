@@ -1,0 +1,479 @@
+"""Routed stacks in megatron-core's HybridModel, on one rank."""
+
+import copy
+import gc
+import math
+import warnings
+import weakref
+
+import pytest
+import torch
+
+from tests.conftest import METHODS, tiny_run
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+DATA = "unused"
+
+
+def build(tmp_path, residual, **sections):
+    from megatron_mhar.model.build import build_model
+
+    return build_model(tiny_run(DATA, tmp_path, residual=residual, **sections))
+
+
+def tokens(seed=1, batch=2, length=32):
+    ids = torch.randint(1, 128, (batch, length + 1), generator=torch.Generator().manual_seed(seed))
+    return ids[:, :-1], torch.arange(length).expand(batch, length), ids[:, 1:]
+
+
+def loss_of(model, batch):
+    ids, positions, labels = batch
+    return model(ids, positions, None, labels=labels).mean()
+
+
+def logits_of(model, batch):
+    ids, positions, _ = batch
+    return model(ids, positions, None)
+
+
+def disturb(model):
+    """Move depth parameters off their initial values, so that every path has a gradient."""
+    from megatron_mhar.model.initialize import generator
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "site." in name:
+                noise = torch.randn(parameter.shape, generator=generator(7, name, "cpu"))
+                parameter.add_(0.3 * noise.to(parameter.dtype))
+    return model
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("method", ["delta", "delta_block", "delta_block_released"])
+def test_zero_gate_gives_the_baselines_bits(tmp_path, method, precision):
+    training = {"precision": precision}
+    residual = METHODS[method] | {"gate_init": 0.0}
+    base = build(tmp_path, METHODS["baseline"], training=training)
+    delta = build(tmp_path, residual, training=training)
+    state = dict(delta.named_parameters())
+    for name, parameter in base.named_parameters():
+        assert torch.equal(parameter, state[name])  # the same initial weights, whatever the method
+    batch = tokens()
+    logits = logits_of(delta, batch)
+    assert torch.equal(logits_of(base, batch), logits) and logits.float().std() > 0.01
+
+
+def test_gate_learns_at_step_0_and_queries_by_step_2(tmp_path):
+    model = build(tmp_path, METHODS["delta_block"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    first_gradient = {}
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, tokens(step)).backward()
+        for name, parameter in model.named_parameters():
+            if ".site." in name and parameter.grad is not None and parameter.grad.abs().max() > 0:
+                first_gradient.setdefault(name.split(".")[-1], {}).setdefault(name, step)
+        optimizer.step()
+    assert set(first_gradient["gate"].values()) == {0} and len(first_gradient["gate"]) == 8
+    assert all(0 < step <= 2 for step in first_gradient["query"].values()) and len(first_gradient["query"]) == 8
+    assert min(first_gradient["null_source"].values()) > 0
+
+
+def test_baseline_is_megatron_cores_own_stack(tmp_path):
+    """The same weights in HybridStack with stock residual adds inside the layers give the same logits and gradients."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.hybrid.hybrid_block import HybridStack
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from megatron_mhar.model.build import transformer_config
+    from megatron_mhar.model.norm import RMSNorm
+    from megatron_mhar.model.specs import _local_submodules
+
+    config = tiny_run(DATA, tmp_path)
+    ours = build(tmp_path, METHODS["baseline"])
+    submodules = _local_submodules(True, None)
+    submodules.attention_layer.submodules.self_attn_bda = get_bias_dropout_add
+    submodules.mlp_layer.submodules.mlp_bda = get_bias_dropout_add
+
+    class StockStack(HybridStack):
+        """Its final norm needs Transformer Engine; ours stands in."""
+
+        def __init__(self, config, *args, **kwargs):
+            super().__init__(config, *args, post_layer_norm=False, **kwargs)
+            self.final_norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+
+        def forward(self, *args, **kwargs):
+            return self.final_norm(super().forward(*args, **kwargs))
+
+    stock = HybridModel(
+        transformer_config(config),
+        ModuleSpec(module=StockStack, submodules=submodules),
+        vocab_size=128,
+        max_sequence_length=32,
+        hybrid_layer_pattern="*-" * 4,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=True,
+    )
+    stock.load_state_dict(ours.state_dict())
+    batch = tokens()
+    assert torch.equal(logits_of(stock, batch), logits_of(ours, batch))
+    loss_of(stock, batch).backward()
+    loss_of(ours, batch).backward()
+    for (name, a), b in zip(stock.named_parameters(), ours.parameters()):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_equals_the_definition_in_plain_torch(tmp_path, method):
+    """The whole model against its sublayers called one by one, with state as paper.md writes it: no table, no history."""
+    residual = METHODS[method]
+    model = disturb(build(tmp_path, residual))
+    ids, positions, _ = batch = tokens()
+    decoder = model.decoder
+    rope = model.rotary_pos_emb(32)
+    e = model.embedding(input_ids=ids, position_ids=positions)
+    heads = residual.get("num_heads", 1)
+
+    def mix(sources, site):
+        stacked = torch.stack([s.expand_as(e) for s in sources])
+        keys = torch.nn.functional.rms_norm(stacked, (64,), site.norm_weight, 1e-6)
+        split = (heads, 64 // heads)
+        weights = (keys.unflatten(-1, split) * site.query.view(split)).sum(-1).softmax(0)
+        return (weights.unsqueeze(-1) * stacked.unflatten(-1, split)).sum(0).flatten(-2)
+
+    def sublayer(layer, h):
+        out = layer(hidden_states=h, attention_mask=None, rotary_pos_emb=rope)
+        return out[0] if isinstance(out, tuple) else out
+
+    name = residual["method"]
+    block = 2 * residual.get("block_layers", 1)
+    x, outputs, entries, streams = e, [], [], [e] * 4
+    for t, layer in enumerate(decoder.layers):
+        site = layer.site
+        closed = [sum(outputs[b : b + block]) for b in range(0, t - t % block, block)]
+        if method == "baseline":
+            h = x
+        elif name in ("attnres", "mhar"):
+            h = mix([e, *outputs], site)
+        elif name in ("attnres_block", "mhar_block"):
+            h = mix([e, *closed, *([sum(outputs[t - t % block :])] if t % block else [])], site)
+        elif name == "delta":
+            h = x + site.gate * mix([site.null_source, e, *outputs], site)
+        elif method == "delta_block":
+            h = x + site.gate * mix([site.null_source, e, *closed], site)
+        elif method == "delta_block_released":
+            readable = list(entries)
+            if t % block == 0:
+                entries.append(x - entries[-1] if entries else x)
+            h = x + site.gate * mix([site.null_source, *readable], site)
+        else:
+            h = sum(w * s for w, s in zip(site.alpha.softmax(0), streams))
+        o = sublayer(layer, h)
+        outputs.append(o)
+        x = x + o
+        if name == "hyper_connections":
+            streams = [
+                sum(site.mixing[i, j] * streams[j] for j in range(4)) + site.beta[i] * o for i in range(4)
+            ]
+    if name in ("attnres", "mhar"):
+        x = mix([e, *outputs], decoder.final_site)
+    elif name in ("attnres_block", "mhar_block"):
+        x = mix([e, *(sum(outputs[b : b + block]) for b in range(0, 8, block))], decoder.final_site)
+    elif name == "hyper_connections":
+        x = sum(streams) / 4
+    hidden = decoder.final_norm(x)
+    expected = (hidden @ model.embedding.word_embeddings.weight.t()).transpose(0, 1)
+    torch.testing.assert_close(logits_of(model, batch), expected, rtol=1e-5, atol=1e-6)
+
+
+SITE = {"query": (64,), "norm_weight": (64,)}
+DELTA_SITE = SITE | {"gate": (1,), "null_source": (64,)}
+SHAPES = {
+    "baseline": {},
+    "attnres": SITE,
+    "mhar": SITE,
+    "attnres_block": SITE,
+    "mhar_block": SITE,
+    "delta": DELTA_SITE,
+    "delta_block": DELTA_SITE,
+    "delta_block_released": DELTA_SITE,
+    "hyper_connections": {"alpha": (4,), "mixing": (4, 4), "beta": (4,)},
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("method", METHODS)
+def test_depth_parameters_by_name(tmp_path, method, precision):
+    """Names, shapes, dtypes and initial values of everything a method adds, and nothing but that."""
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    model = build(tmp_path, METHODS[method], training={"precision": precision})
+    sites = [f"decoder.layers.{t}.site" for t in range(8)]
+    sites += ["decoder.final_site"] if method in ("attnres", "mhar", "attnres_block", "mhar_block") else []
+    expected = {f"{site}.{name}": shape for site in sites for name, shape in SHAPES[method].items()}
+    found = {n: p for n, p in model.named_parameters() if "site." in n}
+    assert {n: tuple(p.shape) for n, p in found.items()} == expected
+    base = {n for n, _ in build(tmp_path, METHODS["baseline"]).named_parameters()}
+    assert {n for n, _ in model.named_parameters()} - set(found) == base
+    gate = METHODS[method].get("gate_init", 0.0)
+    start = {"query": 0.0, "norm_weight": 1.0, "null_source": 0.0, "gate": gate}
+    for name, parameter in found.items():
+        assert parameter.dtype == dtype and parameter.requires_grad, name
+        if (value := start.get(name.split(".")[-1])) is not None:
+            assert torch.equal(parameter, torch.full_like(parameter, value)), name
+    for name, parameter in found.items():
+        if name.endswith("mixing") and precision == "fp32":
+            assert 0.005 < (parameter - torch.eye(4)).std() < 0.04, name
+
+
+def test_hyper_connection_noise_differs_by_layer_and_seed(tmp_path):
+    first = build(tmp_path, METHODS["hyper_connections"])
+    again = build(tmp_path, METHODS["hyper_connections"])
+    torch.manual_seed(5)
+    other = build(tmp_path, METHODS["hyper_connections"])
+    alphas = [m.decoder.layers[i].site.alpha for m, i in ((first, 0), (again, 0), (first, 1), (other, 0))]
+    assert torch.equal(alphas[0], alphas[1])
+    assert not torch.equal(alphas[0], alphas[2]) and not torch.equal(alphas[0], alphas[3])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_two_forwards_before_either_backward(tmp_path, method):
+    """Gradients do not depend on whether another micro-batch's forward lies between, nor on the order of backwards."""
+    model = disturb(build(tmp_path, METHODS[method]))
+    first, second = tokens(1), tokens(2)
+
+    def gradients():
+        result = {n: p.grad.clone() for n, p in model.named_parameters()}
+        model.zero_grad()
+        return result
+
+    expected = []
+    for batch in (first, second):
+        loss_of(model, batch).backward()
+        expected.append(gradients())
+    losses = loss_of(model, first), loss_of(model, second)
+    losses[0].backward()
+    in_order = gradients()
+    losses[1].backward()
+    assert all(torch.equal(in_order[n], g) for n, g in expected[0].items())
+    assert all(torch.equal(g, expected[1][n]) for n, g in gradients().items())
+    losses = loss_of(model, first), loss_of(model, second)
+    losses[1].backward()
+    assert all(torch.equal(g, expected[1][n]) for n, g in gradients().items())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_four_micro_batches_are_one_big_batch(tmp_path, method):
+    model = disturb(build(tmp_path, METHODS[method]))
+    ids, positions, labels = tokens(batch=8)
+    loss_of(model, (ids, positions, labels)).backward()
+    whole = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    for part in range(4):
+        rows = slice(2 * part, 2 * part + 2)
+        (loss_of(model, (ids[rows], positions[rows], labels[rows])) / 4).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, whole[name], rtol=1e-4, atol=2e-7, msg=name)
+
+
+@pytest.mark.parametrize("method", ["mhar", "mhar_block", "delta_block"])
+@pytest.mark.parametrize("frozen", [("query",), ("norm_weight",), ("query", "norm_weight"), ("layers",), ("embedding",)])  # fmt: skip
+def test_frozen_parts_do_not_change_the_other_gradients(tmp_path, method, frozen):
+    model = disturb(build(tmp_path, METHODS[method]))
+    loss_of(model, tokens()).backward()
+    free = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    for name, parameter in model.named_parameters():
+        site = "site." in name
+        hit = name.split(".")[-1] in frozen if site else any(f in name.split(".") for f in frozen)
+        parameter.requires_grad_(not hit)
+    loss_of(model, tokens()).backward()
+    trainable = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    assert 0 < len(trainable) < len(free)
+    for name, parameter in trainable:
+        torch.testing.assert_close(parameter.grad, free[name], rtol=1e-5, atol=1e-8, msg=name)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_forward_without_gradients_keeps_no_graph(tmp_path, method):
+    model = build(tmp_path, METHODS[method]).eval()
+    with torch.no_grad():
+        assert loss_of(model, tokens()).grad_fn is None
+
+
+@pytest.mark.parametrize("method", ["mhar", "mhar_block", "delta_block"])
+def test_no_module_keeps_a_history(tmp_path, monkeypatch, method):
+    from megatron_mhar.model import stack
+
+    alive = []
+
+    class Watched(stack.DepthHistory):
+        def __init__(self, *args):
+            super().__init__(*args)
+            alive.append(weakref.ref(self))
+
+    monkeypatch.setattr(stack, "DepthHistory", Watched)
+    model = build(tmp_path, METHODS[method])
+    loss = loss_of(model, tokens())
+    gc.collect()
+    assert len(alive) == 1 and alive[0]() is None
+    loss.backward()
+
+
+def test_selective_recomputation_gives_the_same_gradients(tmp_path):
+    results = []
+    for recompute in ("none", "selective"):
+        model = disturb(build(tmp_path, METHODS["mhar"], training={"recompute": recompute}))
+        loss_of(model, tokens()).backward()
+        results.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+def test_llama3_rope_scaling_reaches_the_model(tmp_path):
+    plain = build(tmp_path, METHODS["baseline"])
+    scaled = build(tmp_path, METHODS["baseline"], model={"rope_scaling_factor": 8.0})
+    low = scaled.rotary_pos_emb.inv_freq[-1] / plain.rotary_pos_emb.inv_freq[-1]
+    assert scaled.rotary_pos_emb.inv_freq[0] == plain.rotary_pos_emb.inv_freq[0]
+    wavelength = 2 * math.pi / plain.rotary_pos_emb.inv_freq[-1]
+    assert low == (1 / 8 if wavelength > 8192 else 1)
+    assert not torch.equal(logits_of(scaled, tokens()), logits_of(plain, tokens())) or wavelength < 2048
+
+
+class TestSpecs:
+    """What the library's users import."""
+
+    def config(self, **changes):
+        from megatron.core.transformer import TransformerConfig
+
+        settings = dict(
+            num_layers=4, hidden_size=64, num_attention_heads=4, ffn_hidden_size=96, normalization="RMSNorm",
+            gated_linear_unit=True, add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0,
+            is_hybrid_model=True, bias_dropout_fusion=False, masked_softmax_fusion=False, persist_layer_norm=False,
+            gradient_accumulation_fusion=False, apply_rope_fusion=False,
+        )  # fmt: skip
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return TransformerConfig(**settings | changes)
+
+    def model(self, spec, pattern="*-*-", **changes):
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+        return HybridModel(
+            self.config(**changes), spec, vocab_size=128, max_sequence_length=32, hybrid_layer_pattern=pattern,
+            position_embedding_type="rope",
+        )  # fmt: skip
+
+    def test_in_a_megatron_script_of_ones_own(self):
+        from megatron_mhar import ResidualConfig, routed_stack_spec
+
+        spec = routed_stack_spec(ResidualConfig(method="mhar", num_heads=8))
+        loss = loss_of(self.model(spec), tokens())
+        loss.backward()
+        assert abs(loss.item() - math.log(128)) < 1.5
+
+    def test_mixture_of_experts_is_routed_like_any_sublayer(self):
+        from megatron_mhar import ResidualConfig, routed_stack_spec
+
+        spec = routed_stack_spec(ResidualConfig(method="mhar", num_heads=4), num_experts=4)
+        model = disturb(
+            self.model(spec, "*E*-", num_moe_experts=4, moe_router_topk=2, moe_token_dispatcher_type="alltoall",
+                       moe_ffn_hidden_size=32)  # fmt: skip
+        )
+        loss_of(model, tokens()).backward()
+        assert "mlp.router.weight" in "".join(n for n, _ in model.decoder.layers[1].named_parameters())
+        for layer in model.decoder.layers[1:]:
+            assert layer.site.query.grad.abs().max() > 0
+        assert model.decoder.layers[1].mlp.router.weight.grad.abs().max() > 0
+
+    def test_the_users_own_submodules_stay_as_they_are(self):
+        from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+
+        from megatron_mhar import ResidualConfig, routed_stack_spec
+        from megatron_mhar.model.specs import _local_submodules
+        from megatron_mhar.model.stack import sublayer_output
+
+        own = _local_submodules(False, None)
+        own.attention_layer.submodules.self_attn_bda = get_bias_dropout_add
+        spec = routed_stack_spec(ResidualConfig(method="mhar"), layers=own)
+        assert own.attention_layer.submodules.self_attn_bda is get_bias_dropout_add
+        assert spec.submodules.attention_layer.submodules.self_attn_bda is sublayer_output
+        assert spec.submodules.attention_layer.submodules.mlp_bda is own.attention_layer.submodules.mlp_bda
+
+    def test_every_layer_family_of_megatron_cores_hybrid_spec_loses_its_residual_add(self):
+        """Checked on the spec alone: building these layers needs Transformer Engine, Mamba and FLA."""
+        from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+        from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+
+        from megatron_mhar.model.specs import BIAS_DROPOUT_ADD_FIELDS, _without_residual_add
+        from megatron_mhar.model.stack import sublayer_output
+
+        routed = _without_residual_add(hybrid_stack_spec.submodules)
+        families = ("mamba_layer", "gdn_layer", "attention_layer", "dsa_layer", "mla_layer", "mlp_layer", "moe_layer")
+        for family in families:
+            fields = [getattr(getattr(routed, family).submodules, f, None) for f in BIAS_DROPOUT_ADD_FIELDS]
+            assert sublayer_output in fields and get_bias_dropout_add not in fields, family
+        assert hybrid_stack_spec.submodules.mlp_layer.submodules.mlp_bda is get_bias_dropout_add
+
+    def test_bias_and_dropout_stay_in_the_sublayer(self):
+        from megatron_mhar.model.stack import sublayer_output
+
+        x, bias = torch.ones(2, 3, 4), torch.full((4,), 0.5)
+        residual = torch.full((2, 3, 4), 100.0)
+        assert torch.equal(sublayer_output(True, False)((x, bias), residual, 0.0), x + 0.5)
+        dropped = sublayer_output(True, False)((x, None), residual, 0.5)
+        assert set(dropped.unique().tolist()) <= {0.0, 2.0} and (dropped == 0).any()
+        assert torch.equal(sublayer_output(False, False)((x, None), residual, 0.5), x)
+
+    @pytest.mark.parametrize(
+        "changes,word",
+        [
+            (dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1), "recompute"),
+            (dict(mtp_num_layers=1), "multi-token prediction"),
+            (dict(fp32_residual_connection=True), "fp32_residual_connection"),
+            (dict(hidden_size=60, num_attention_heads=6), "num_heads"),
+        ],
+    )
+    def test_what_is_not_supported_is_refused(self, changes, word):
+        from megatron_mhar import ResidualConfig, routed_stack_spec
+
+        with pytest.raises(ValueError, match=word):
+            self.model(routed_stack_spec(ResidualConfig(method="mhar", num_heads=8)), **changes)
+
+    def test_transformer_engine_that_is_not_there_is_named(self):
+        from megatron.core.extensions.transformer_engine import HAVE_TE
+
+        from megatron_mhar import ResidualConfig, routed_stack_spec
+
+        if HAVE_TE:
+            assert routed_stack_spec(ResidualConfig(), layers="transformer_engine").submodules.attention_layer
+        else:
+            with pytest.raises(ImportError, match="Transformer Engine"):
+                routed_stack_spec(ResidualConfig(), layers="transformer_engine")
+
+
+def test_recorded_routing_is_the_mean_over_tokens(tmp_path):
+    from megatron_mhar.model.observe import record_routing
+    from megatron_mhar.routing import depth_weights
+
+    model = disturb(build(tmp_path, METHODS["mhar_block"])).eval()
+    seen = []
+    with torch.no_grad(), record_routing(model.decoder) as recorder:
+        original = copy.copy(recorder)
+
+        def spy(site, sources, query, norm_weight):
+            seen.append(depth_weights(sources, query, norm_weight, num_heads=4).mean((1, 2)))
+            original(site, sources, query, norm_weight)
+
+        model.decoder.observer = spy
+        logits_of(model, tokens(1))
+        logits_of(model, tokens(2))
+    result = recorder.result()
+    assert model.decoder.observer is None
+    assert result.weights.shape == (9, 4, 4)
+    assert result.source_names == ["embedding", "open block", "block 0", "block 1"]
+    assert result.site_names[0] == "0 attention" and result.site_names[-1] == "final"
+    assert result.weights.sum(-1) == pytest.approx(1.0, abs=1e-6)
+    expected = (seen[5] + seen[14]) / 2  # site 5 reads the embedding, block 0 and the open block
+    got = torch.tensor(result.weights[5])[:, [0, 2, 1]].t()
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    assert result.reads[5].tolist() == [True, True, True, False]
