@@ -1,0 +1,38 @@
+# Every goal does its own set-up: .venv is made, or brought up to date, by launch/make-venv.
+#   PYTHON=/path/to/python3.12   interpreter for .venv (found by launch/find-python otherwise)
+#   EXTRAS=tracking,dev          extras to install; tracking is the full MLflow
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test lint types format clean
+
+BIN := .venv/bin
+export PYTHON EXTRAS CONSTRAINTS
+
+help: ## say what there is
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: ## make .venv, or bring it up to date
+	@launch/make-venv
+
+demo: venv ## build a small corpus, train baseline and mhar on it, compare them in runs/demo (continues where it stopped)
+	$(BIN)/mhar data demo
+	$(BIN)/mhar train configs/demo/baseline.yaml
+	$(BIN)/mhar train configs/demo/mhar.yaml
+	$(BIN)/mhar compare runs/demo-baseline runs/demo-mhar --out runs/demo
+
+test: venv ## run the whole test suite
+	$(BIN)/python -m pytest
+
+lint: venv ## check style (ruff)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: venv ## check types (mypy)
+	$(BIN)/mypy
+
+format: venv ## mend style (ruff)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove .venv and caches; runs and data stay
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

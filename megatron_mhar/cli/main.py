@@ -1,0 +1,86 @@
+"""The command ``mhar``: finds its subcommands, imports one only when it is called, and turns errors into exit codes."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import click
+
+from megatron_mhar.errors import UserError
+
+# name: (module:attribute, line in mhar --help). Importing them all would take seconds: some need torch.
+COMMANDS = {
+    "train": ("megatron_mhar.cli.train:train", "Train a model from a config file; continue where the run stopped."),
+    "data": ("megatron_mhar.cli.data:data", "Build training data."),
+    "compare": ("megatron_mhar.cli.compare:compare", "Compare finished runs: table, loss curves, learned routing."),
+    "sync": ("megatron_mhar.cli.sync:sync", "Send metrics that wait in a run's journal to the MLflow server."),
+    "doctor": ("megatron_mhar.cli.doctor:doctor", "Show what this machine has and what a run here will use."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose subcommands are imported when they are called or asked for help."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names, in the order of :data:`COMMANDS`."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import the subcommand ``cmd_name``."""
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
+        command = getattr(importlib.import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="megatron-mhar", prog_name="mhar")
+def cli() -> None:
+    """Train Multi-Head Attention Residuals with Megatron-core.
+
+    \b
+    Examples:
+      mhar doctor
+      mhar data demo
+      mhar train configs/demo/mhar.yaml
+      mhar train configs/demo/mhar.yaml optimizer.lr=5e-4 name=my-run
+      mhar compare runs/demo-baseline runs/demo-mhar --out runs/demo
+
+    mhar COMMAND --help says more.
+    """
+
+
+def main(args: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit.
+
+    Exit codes: 0 done; 2 wrong input (one message on stderr); 130 interrupted; 1 anything else.
+
+    Args:
+        args: arguments without the program's name; those of the process by default.
+    """
+    try:
+        code = cli.main(args=args, prog_name="mhar", standalone_mode=False)
+    except UserError as error:
+        click.echo(f"mhar: error: {error}", err=True)
+        code = 2
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("mhar: interrupted", err=True)
+        code = 130
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+if __name__ == "__main__":
+    main()
