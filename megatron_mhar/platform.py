@@ -121,13 +121,15 @@ def _redirect_to_cpu() -> None:
     cuda.set_device = lambda *a, **k: None
     for name in _FACTORIES:
         setattr(torch, name, _factory(getattr(torch, name)))
-    torch.Tensor.cuda = lambda self, *a, **k: self  # type: ignore[method-assign,assignment]
-    torch.nn.Module.cuda = lambda self, *a, **k: self  # type: ignore[method-assign,assignment]
+    tensor: Any = torch.Tensor
+    module: Any = torch.nn.Module
+    tensor.cuda = lambda self, *a, **k: self
+    module.cuda = lambda self, *a, **k: self
 
     # Optimizer and DDP recognise parameter types by the names of CUDA tensors.
-    tensor_type = torch.Tensor.type
-    torch.Tensor.type = lambda self, *a, **k: (  # type: ignore[method-assign,assignment]
-        tensor_type(self, *a, **k) if a or k else tensor_type(self).replace("torch.", "torch.cuda.")  # type: ignore[union-attr]
+    tensor_type = tensor.type
+    tensor.type = lambda self, *a, **k: (
+        tensor_type(self, *a, **k) if a or k else tensor_type(self).replace("torch.", "torch.cuda.")
     )
 
     # The RNG tracker keeps one state a parallel group; here it is the CPU generator's.
@@ -137,8 +139,8 @@ def _redirect_to_cpu() -> None:
     cuda.manual_seed = cuda.manual_seed_all = torch.default_generator.manual_seed
     from megatron.core.tensor_parallel import random
 
-    random._set_cuda_rng_state = lambda state, *a, **k: torch.set_rng_state(state)  # type: ignore[assignment]
-    random._get_cuda_rng_state = lambda *a, **k: torch.get_rng_state()  # type: ignore[assignment]
+    random._set_cuda_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
+    random._get_cuda_rng_state = lambda *a, **k: torch.get_rng_state()
     # It warns when the CPU generator moves while it draws from "the GPU's".
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 

@@ -91,9 +91,7 @@ def one_rank():
 
         from megatron_mhar.train.distributed import shut_down
 
-    torch.distributed.init_process_group(
-        platform.BACKEND, store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
+    torch.distributed.init_process_group(platform.BACKEND, store=torch.distributed.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     torch.manual_seed(0)
     model_parallel_cuda_manual_seed(0)

@@ -33,7 +33,7 @@ def data() -> None:
 @click.option(
     "--vocab-size",
     type=click.IntRange(min=257),
-    default=8192,
+    default=4096,
     show_default=True,
     help="Tokens of the byte-level BPE, its end-of-document token included.",
 )

@@ -57,21 +57,32 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _shapes_fit(self) -> ModelConfig:
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
-            raise problem("num_attention_heads", f"{self.num_attention_heads} given, but it must divide hidden_size "
-                          f"{self.hidden_size} (or give head_dim)")
+            raise problem(
+                "num_attention_heads",
+                f"{self.num_attention_heads} given, but it must divide hidden_size "
+                f"{self.hidden_size} (or give head_dim)",
+            )
         if self.num_attention_heads % self.num_query_groups:
-            raise problem("num_query_groups", f"{self.num_query_groups} given, but it must divide num_attention_heads "
-                          f"{self.num_attention_heads}")
+            raise problem(
+                "num_query_groups",
+                f"{self.num_query_groups} given, but it must divide num_attention_heads {self.num_attention_heads}",
+            )
         if self.kv_channels % 2:
             raise problem("head_dim", f"{self.kv_channels} given, but rotary embeddings need an even head width")
         if self.pattern is not None:
             bad = sorted(set(self.pattern) - set("*-"))
             if bad:
-                raise problem("pattern", f"symbol {bad[0]!r} given; allowed: * (attention) and - (MLP). "
-                              "Other sublayers are reached by importing the stack specs")
+                raise problem(
+                    "pattern",
+                    f"symbol {bad[0]!r} given; allowed: * (attention) and - (MLP). "
+                    "Other sublayers are reached by importing the stack specs",
+                )
             if len(self.pattern) != 2 * self.num_layers:
-                raise problem("pattern", f"{len(self.pattern)} sublayers given, but num_layers {self.num_layers} "
-                              f"means {2 * self.num_layers}")
+                raise problem(
+                    "pattern",
+                    f"{len(self.pattern)} sublayers given, but num_layers {self.num_layers} "
+                    f"means {2 * self.num_layers}",
+                )
         return self
 
 
@@ -79,7 +90,9 @@ class DataConfig(Section):
     """Where packed tokens come from: Megatron .bin/.idx files, named without their ending."""
 
     train: tuple[str, ...] = Field(min_length=1, description="training files (path without .bin/.idx)")
-    train_weights: tuple[float, ...] | None = Field(None, description="share of each training file; by size if not given")
+    train_weights: tuple[float, ...] | None = Field(
+        None, description="share of each training file; by size if not given"
+    )
     valid: tuple[str, ...] = Field((), description="validation files (path without .bin/.idx)")
     end_of_document: int = Field(ge=0, description="token id that joins documents in the packed stream")
     document_masks: bool = Field(False, description="attention and loss across document ends are always on")
@@ -88,13 +101,19 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _supported(self) -> DataConfig:
         if self.document_masks:
-            raise problem("document_masks", "true given, but document masks are not supported: documents are packed "
-                          "and attended across, as the recipes do; allowed: false")
+            raise problem(
+                "document_masks",
+                "true given, but document masks are not supported: documents are packed "
+                "and attended across, as the recipes do; allowed: false",
+            )
         if self.train_weights is not None and (
             len(self.train_weights) != len(self.train) or min(self.train_weights) <= 0
         ):
-            raise problem("train_weights", f"{len(self.train_weights)} given; allowed: one positive weight for each of "
-                          f"the {len(self.train)} training files")
+            raise problem(
+                "train_weights",
+                f"{len(self.train_weights)} given; allowed: one positive weight for each of "
+                f"the {len(self.train)} training files",
+            )
         return self
 
 
@@ -127,8 +146,11 @@ class OptimizerConfig(Section):
         if self.min_lr > self.lr:
             raise problem("min_lr", f"{self.min_lr} given, but it must not exceed lr {self.lr}")
         if (self.schedule == "wsd") != (self.wsd_decay_steps is not None):
-            raise problem("wsd_decay_steps", "needed by schedule wsd and by it alone; "
-                          f"schedule {self.schedule}, wsd_decay_steps {self.wsd_decay_steps} given")
+            raise problem(
+                "wsd_decay_steps",
+                "needed by schedule wsd and by it alone; "
+                f"schedule {self.schedule}, wsd_decay_steps {self.wsd_decay_steps} given",
+            )
         return self
 
 
@@ -136,7 +158,9 @@ class ParallelConfig(Section):
     """How the model is spread over ranks. Data parallelism takes what is left of the world size."""
 
     tensor: PositiveInt = Field(1, description="tensor-parallel size")
-    sequence: bool = Field(False, description="sequence parallelism: activations between sublayers cut along the sequence")
+    sequence: bool = Field(
+        False, description="sequence parallelism: activations between sublayers cut along the sequence"
+    )
     pipeline: PositiveInt = Field(1, description="pipeline stages")
     context: PositiveInt = Field(1, description="context-parallel size")
     expert: PositiveInt = Field(1, description="expert-parallel size")
@@ -151,10 +175,15 @@ class ParallelConfig(Section):
             raise problem("sequence", "true given, but sequence parallelism needs tensor > 1")
         for key in ("pipeline", "context", "expert"):
             if getattr(self, key) != 1:
-                raise problem(key, f"{getattr(self, key)} given, but {key} parallelism is not supported yet; allowed: 1")
+                raise problem(
+                    key, f"{getattr(self, key)} given, but {key} parallelism is not supported yet; allowed: 1"
+                )
         if self.fsdp:
-            raise problem("fsdp", "true given, but FSDP is not supported: the distributed optimizer shards optimizer "
-                          "states and the weights stay whole; allowed: false")
+            raise problem(
+                "fsdp",
+                "true given, but FSDP is not supported: the distributed optimizer shards optimizer "
+                "states and the weights stay whole; allowed: false",
+            )
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             raise problem("overlap_param_gather", "true given, but it needs overlap_grad_reduce: true")
         return self
@@ -169,7 +198,9 @@ class TrainingConfig(Section):
     micro_batch_size: PositiveInt = Field(description="sequences a forward on one rank")
     sequence_length: PositiveInt
     precision: Literal["bf16", "fp32"] = "bf16"
-    recompute: Literal["none", "selective"] = Field("none", description="selective recomputes core attention in the backward")
+    recompute: Literal["none", "selective"] = Field(
+        "none", description="selective recomputes core attention in the backward"
+    )
     seed: int = Field(42, ge=0)
     log_interval: PositiveInt = Field(10, description="steps between log lines")
     deterministic: bool = Field(False, description="bit-identical repeats on a GPU, at some speed")
@@ -225,9 +256,7 @@ class RunConfig(Section):
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
             raise problem("name", f"{self.name!r} given; allowed: letters, digits, '.', '_' and '-'")
         try:
-            self.residual.check(
-                hidden_size=self.model.hidden_size, num_sublayers=len(self.model.layer_pattern)
-            )
+            self.residual.check(hidden_size=self.model.hidden_size, num_sublayers=len(self.model.layer_pattern))
         except PydanticCustomError as error:
             assert error.context is not None
             at, message = error.context["at"], error.context["message"].removeprefix(f"{error.context['at']}: ")
@@ -235,22 +264,33 @@ class RunConfig(Section):
         model, training, parallel, optimizer = self.model, self.training, self.parallel, self.optimizer
         for key in ("num_attention_heads", "num_query_groups", "ffn_hidden_size", "vocab_size"):
             if getattr(model, key) % parallel.tensor:
-                raise problem("parallel.tensor", f"{parallel.tensor} given, but it must divide model.{key} "
-                              f"{getattr(model, key)}")
+                raise problem(
+                    "parallel.tensor", f"{parallel.tensor} given, but it must divide model.{key} {getattr(model, key)}"
+                )
         if parallel.sequence and training.sequence_length % parallel.tensor:
-            raise problem("parallel.tensor", f"{parallel.tensor} given, but with sequence parallelism it must divide "
-                          f"training.sequence_length {training.sequence_length}")
+            raise problem(
+                "parallel.tensor",
+                f"{parallel.tensor} given, but with sequence parallelism it must divide "
+                f"training.sequence_length {training.sequence_length}",
+            )
         if training.global_batch_size % training.micro_batch_size:
-            raise problem("training.global_batch_size", f"{training.global_batch_size} given, but it must be a multiple "
-                          f"of training.micro_batch_size {training.micro_batch_size}")
+            raise problem(
+                "training.global_batch_size",
+                f"{training.global_batch_size} given, but it must be a multiple "
+                f"of training.micro_batch_size {training.micro_batch_size}",
+            )
         last = optimizer.decay_steps or training.steps
         if optimizer.warmup_steps >= last:
-            raise problem("optimizer.warmup_steps", f"{optimizer.warmup_steps} given, but the schedule ends at step "
-                          f"{last}")
+            raise problem(
+                "optimizer.warmup_steps", f"{optimizer.warmup_steps} given, but the schedule ends at step {last}"
+            )
         if optimizer.wsd_decay_steps is not None and optimizer.wsd_decay_steps > last - optimizer.warmup_steps:
-            raise problem("optimizer.wsd_decay_steps", f"{optimizer.wsd_decay_steps} given, but only "
-                          f"{last - optimizer.warmup_steps} steps follow the warm-up")
+            raise problem(
+                "optimizer.wsd_decay_steps",
+                f"{optimizer.wsd_decay_steps} given, but only {last - optimizer.warmup_steps} steps follow the warm-up",
+            )
         if self.data.end_of_document >= model.vocab_size:
-            raise problem("data.end_of_document", f"{self.data.end_of_document} given, but model.vocab_size is "
-                          f"{model.vocab_size}")
+            raise problem(
+                "data.end_of_document", f"{self.data.end_of_document} given, but model.vocab_size is {model.vocab_size}"
+            )
         return self

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_mhar.config.schema import RunConfig
+from megatron_mhar.data.demo import MANIFEST, CorpusManifest, load_manifest
 from megatron_mhar.errors import UserError
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -76,13 +77,25 @@ def check_token_file(prefix: str, *, sequence_length: int) -> TokenFile:
 
 
 def check_data(config: RunConfig) -> None:
-    """Check every data file of a run before anything is built.
+    """Check every data file of a run before anything is built, and the manifest of a corpus that has one.
 
     Raises:
-        UserError: see :func:`check_token_file`.
+        UserError: see :func:`check_token_file`; also a vocabulary or end of document that is not the corpus's.
     """
     for prefix in (*config.data.train, *config.data.valid):
         check_token_file(prefix, sequence_length=config.training.sequence_length)
+    for manifest in _manifests(config).values():
+        manifest.check(vocab_size=config.model.vocab_size, end_of_document=config.data.end_of_document)
+
+
+def data_identity(config: RunConfig) -> dict[str, str]:
+    """SHA-256 of each .bin file of a run, where its corpus has a manifest."""
+    return {prefix: m.sha256[Path(prefix).name + ".bin"] for prefix, m in _manifests(config).items()}
+
+
+def _manifests(config: RunConfig) -> dict[str, CorpusManifest]:
+    prefixes = (*config.data.train, *config.data.valid)
+    return {p: load_manifest(Path(p).parent) for p in prefixes if (Path(p).parent / MANIFEST).is_file()}
 
 
 @dataclass(frozen=True)
@@ -113,7 +126,7 @@ def build_datasets(config: RunConfig, cache: Path) -> tuple[Dataset, Dataset | N
         sequence_length=training.sequence_length,
         blend_per_split=[train, valid, None],
         path_to_cache=str(cache),
-        tokenizer=_PackedTokens(data.end_of_document, config.model.vocab_size),  # type: ignore[arg-type]
+        tokenizer=_PackedTokens(data.end_of_document, config.model.vocab_size),
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
@@ -153,19 +166,27 @@ def micro_batches(
     ranks: int,
     device: torch.device,
     num_workers: int,
+    vocab_size: int,
 ) -> Iterator[dict[str, Tensor]]:
     """Micro-batches of samples ``start`` to ``stop`` that fall to data-parallel rank ``rank`` of ``ranks``.
 
     Yields:
         "tokens", "labels", "position_ids" `[micro_batch_size, sequence_length]`, int64, on ``device``.
+
+    Raises:
+        UserError: a token id is outside the vocabulary.
     """
     loader = DataLoader(
         dataset,
-        batch_sampler=_RankBatches(start, stop, micro_batch_size, rank, ranks),  # type: ignore[arg-type]
+        batch_sampler=_RankBatches(start, stop, micro_batch_size, rank, ranks),
         num_workers=min(num_workers, os.cpu_count() or 1),
         pin_memory=device.type == "cuda",
     )
     for batch in loader:
-        yield {
-            key: batch[key].to(device, non_blocking=True) for key in ("tokens", "labels", "position_ids")
-        }
+        # On the CPU still: out of range on a GPU is an assertion far from its cause.
+        if (largest := int(torch.maximum(batch["tokens"].max(), batch["labels"].max()))) >= vocab_size:
+            raise UserError(
+                f"data: token id {largest} found, but model.vocab_size is {vocab_size}: "
+                "the files were made with another tokenizer"
+            )
+        yield {key: batch[key].to(device, non_blocking=True) for key in ("tokens", "labels", "position_ids")}

@@ -128,7 +128,7 @@ def load_manifest(folder: Path) -> CorpusManifest:
 def build_demo_corpus(
     out: Path,
     *,
-    vocab_size: int = 8192,
+    vocab_size: int = 4096,
     min_bytes: int = 5 * MEGABYTE,
     max_bytes: int = 12 * MEGABYTE,
     seed: int = 42,

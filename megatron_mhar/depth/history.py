@@ -82,8 +82,9 @@ class DepthHistory:
             total = output if self._open is None else self._open + output
             closes = self.table.closes_block(sublayer)
             self._open = None if closes else total
-            self._keep(Source("block", sublayer // self.table.block_sublayers) if closes
-                       else Source("open", sublayer), total)
+            self._keep(
+                Source("block", sublayer // self.table.block_sublayers) if closes else Source("open", sublayer), total
+            )
         else:
             self._keep(Source("output", sublayer), output)
 

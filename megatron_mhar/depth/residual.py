@@ -90,8 +90,10 @@ class ResidualConfig(BaseModel):
         for key, methods in only.items():
             default = type(self).model_fields[key].default
             if key in given and getattr(self, key) != default and method not in methods:
-                raise problem(key, f"{getattr(self, key)!r} given, but {method} has no such feature; "
-                              f"it exists for {_names(methods)}")
+                raise problem(
+                    key,
+                    f"{getattr(self, key)!r} given, but {method} has no such feature; it exists for {_names(methods)}",
+                )
         if self.block_form == "released" and self.null_source is False:
             raise problem("null_source", "false given, but block_form 'released' reads the null source alone at site 0")
         return self
@@ -115,17 +117,23 @@ class ResidualConfig(BaseModel):
         if hidden_size % self.num_heads:
             allowed = [h for h in range(1, min(hidden_size, 64) + 1) if hidden_size % h == 0]
             raise problem(
-                "num_heads", f"{self.num_heads} given, but it must divide hidden_size {hidden_size}; "
-                f"allowed up to 64: {', '.join(map(str, allowed))}")
+                "num_heads",
+                f"{self.num_heads} given, but it must divide hidden_size {hidden_size}; "
+                f"allowed up to 64: {', '.join(map(str, allowed))}",
+            )
         if self.block_layers is not None and not self.allow_partial_block:
             width = SUBLAYERS_PER_LAYER * self.block_layers
             if num_sublayers % width:
                 layers = num_sublayers / SUBLAYERS_PER_LAYER
-                allowed = [b for b in range(1, num_sublayers // 2 + 1) if num_sublayers % (SUBLAYERS_PER_LAYER * b) == 0]
+                allowed = [
+                    b for b in range(1, num_sublayers // 2 + 1) if num_sublayers % (SUBLAYERS_PER_LAYER * b) == 0
+                ]
                 raise problem(
-                    "block_layers", f"{self.block_layers} given, but it must divide the {layers:g} transformer layers; "
+                    "block_layers",
+                    f"{self.block_layers} given, but it must divide the {layers:g} transformer layers; "
                     f"allowed: {', '.join(map(str, allowed)) or 'none'} "
-                    "(or set allow_partial_block: true, and the last block takes what is left)")
+                    "(or set allow_partial_block: true, and the last block takes what is left)",
+                )
 
 
 def _names(methods: frozenset[str]) -> str:

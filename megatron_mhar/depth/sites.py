@@ -4,7 +4,7 @@ Sublayers are numbered t = 0, 1, ... (attention, MLP, attention, ...). Site t st
 methods have a final site, before the final norm. With o_t the output of sublayer t and e the embedding:
 
     attnres, mhar         site t reads e, o_0 ... o_{t-1}
-    *_block               e, the sums d_0 ... d_{k-1} of the closed blocks, and the open sum of block k if it is not empty
+    *_block               e, the sums d_0 ... d_{k-1} of the closed blocks, and block k's open sum if not empty
     delta                 null, e, o_0 ... o_{t-1}
     delta_block           null, e, d_0 ... d_{k-1} (the open block is not read)
     delta_block, released null, and the entries made so far; entry k is made at the first sublayer of block k, of the
@@ -29,10 +29,10 @@ class Source(NamedTuple):
     """Name of one source: what it is, and its number (sublayer of an output or open sum, block of a block or entry)."""
 
     kind: Kind
-    index: int = 0
+    number: int = 0
 
     def __str__(self) -> str:
-        return self.kind if self.kind in ("null", "embedding") else f"{self.kind} {self.index}"
+        return self.kind if self.kind in ("null", "embedding") else f"{self.kind} {self.number}"
 
 
 NULL = Source("null")
@@ -130,10 +130,10 @@ class DepthTable:
             case "null" | "embedding":
                 return -1
             case "output" | "open":
-                return source.index
+                return source.number
             case "block":
                 assert self.block_sublayers is not None
-                return min((source.index + 1) * self.block_sublayers, self.num_sublayers) - 1
+                return min((source.number + 1) * self.block_sublayers, self.num_sublayers) - 1
             case "entry":
                 assert self.block_sublayers is not None
-                return source.index * self.block_sublayers - 1
+                return source.number * self.block_sublayers - 1

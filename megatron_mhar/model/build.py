@@ -77,9 +77,7 @@ def build_model(config: RunConfig) -> HybridModel:
     transformer, model = transformer_config(config), config.model
     hybrid = HybridModel(
         transformer,
-        routed_stack_spec(
-            config.residual, layers=resolve_layers(model.layers), qk_layernorm=model.qk_layernorm
-        ),
+        routed_stack_spec(config.residual, layers=resolve_layers(model.layers), qk_layernorm=model.qk_layernorm),
         vocab_size=model.vocab_size,
         max_sequence_length=config.training.sequence_length,
         hybrid_layer_pattern=model.layer_pattern,

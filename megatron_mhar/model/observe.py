@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,29 +12,9 @@ from torch import Tensor
 from megatron_mhar.depth.sites import DepthTable, Source
 from megatron_mhar.model.stack import RoutedStack
 from megatron_mhar.routing import depth_weights
+from megatron_mhar.run_files import RoutingMap
 
 SUBLAYER_NAMES = {"*": "attention", "-": "MLP", "E": "MoE", "M": "Mamba", "G": "gated delta net"}
-
-
-@dataclass(frozen=True)
-class RoutingMap:
-    """Mean depth weights.
-
-    Attributes:
-        weights: `[sites, heads, sources]`, fp32; sums to one over sources, 0 where a site does not read one.
-        reads: `[sites, sources]`, whether a site reads a source.
-        site_names, source_names: what rows and columns are.
-    """
-
-    weights: np.ndarray
-    reads: np.ndarray
-    site_names: list[str]
-    source_names: list[str]
-
-    def save(self, path: str) -> None:
-        """Write as .npz."""
-        np.savez(path, weights=self.weights, reads=self.reads, site_names=self.site_names,
-                 source_names=self.source_names)  # fmt: skip
 
 
 def _column(source: Source) -> str:
@@ -75,7 +54,7 @@ class RoutingRecorder:
         names = [f"{t} {SUBLAYER_NAMES.get(symbol, symbol)}" for t, symbol in enumerate(self.symbols)]
         names += ["final"] * self.table.has_final_site
         weights = (sums / tokens.clamp_min(1).view(-1, 1, 1)).float().cpu().numpy()
-        return RoutingMap(weights, reads, names, self.columns)
+        return RoutingMap(weights, reads, tuple(names), tuple(self.columns))
 
 
 @contextmanager

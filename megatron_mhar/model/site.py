@@ -76,7 +76,7 @@ class RoutingSite(Site):
 class HyperConnectionSite(Site):
     """Static hyper-connections (Zhu et al. 2024): n streams, read by softmax(alpha), written by S := A S + beta o.
 
-    Parameters: ``alpha`` `[n]` = 0.02 N(0,1); ``mixing`` `[n, n]` = I + 0.02 N(0,1); ``beta`` `[n]` = e_0 + 0.02 N(0,1).
+    Parameters: ``alpha`` `[n]` = 0.02 N(0,1), ``mixing`` `[n, n]` = I + 0.02 N(0,1), ``beta`` `[n]` = e_0 + same noise.
     The noise comes from a generator of its own, numbered by torch's seed and the layer: the other weights of a model do
     not depend on the method.
     """

@@ -57,12 +57,13 @@ def routed_stack_spec(
     Raises:
         ImportError: Transformer Engine layers are asked for and the library is not installed.
     """
+    norm: Callable[..., Any] = RMSNorm
     if layers == "local":
-        submodules, norm = _local_submodules(qk_layernorm, num_experts), RMSNorm
+        submodules = _local_submodules(qk_layernorm, num_experts)
     elif layers == "transformer_engine":
         submodules, norm = _transformer_engine_submodules(qk_layernorm)
     else:
-        submodules, norm = layers, RMSNorm
+        submodules = layers
     return ModuleSpec(
         module=RoutedStack,
         params={"residual": residual, "final_norm": final_norm or norm},
@@ -75,7 +76,7 @@ def _without_residual_add(submodules: HybridStackSubmodules) -> HybridStackSubmo
     changed: dict[str, Any] = {"mtp_block_spec": None}
     for field in fields(submodules):
         spec = getattr(submodules, field.name)
-        if isinstance(spec, ModuleSpec) and is_dataclass(spec.submodules):
+        if isinstance(spec, ModuleSpec) and is_dataclass(spec.submodules) and not isinstance(spec.submodules, type):
             adds = {
                 name: sublayer_output
                 for name in BIAS_DROPOUT_ADD_FIELDS

@@ -26,7 +26,7 @@ BiasDropout = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
 
 
 def sublayer_output(training: bool, fused: bool) -> BiasDropout:
-    """Stands in a layer's bias-dropout-add field: bias and dropout, no residual. What is added is the site's business."""
+    """Stands in a layer's bias-dropout-add field: bias and dropout; adding to the stream is the sites' business."""
 
     def bias_dropout(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
         x, bias = x_with_bias
@@ -77,9 +77,7 @@ class RoutedStack(HybridStack):
         if self.post_process and self.table.has_final_site:
             self.final_site = RoutingSite(config, residual)
         if self.post_process and post_layer_norm:
-            self.final_norm = final_norm(
-                config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
-            )
+            self.final_norm = final_norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
 
     @property
     def sites(self) -> list[Site]:
@@ -87,7 +85,7 @@ class RoutedStack(HybridStack):
         final = [self.final_site] if hasattr(self, "final_site") else []
         return [*(layer.site for layer in self.layers), *final]
 
-    def forward(  # noqa: D417  (the other arguments are HybridStack's)
+    def forward(
         self,
         hidden_states: Tensor | WrappedTensor,
         attention_mask: Tensor | None,
@@ -107,7 +105,9 @@ class RoutedStack(HybridStack):
             `[s, b, d]`, normed if the stack has a final norm.
         """
         if inference_context is not None or inference_params is not None:
-            raise ValueError("inference contexts are not supported by a routed stack: run forwards over whole sequences")
+            raise ValueError(
+                "inference contexts are not supported by a routed stack: run forwards over whole sequences"
+            )
         if isinstance(hidden_states, WrappedTensor):
             hidden_states = hidden_states.unwrap()
         outer, inner = self._quantization_contexts()

@@ -41,7 +41,7 @@ class _Route(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, norm_weight: Tensor, num_heads: int, eps: float, stacked: bool, *sources: Tensor
     ) -> Tensor:
-        each = sources[0] if stacked else sources
+        each: Sequence[Tensor] = sources[0] if stacked else sources  # type: ignore[assignment]
         rows = _rows(each)
         dtype = compute_dtype(rows[0].dtype)
         factor = _block_diagonal(query.to(dtype) * norm_weight.to(dtype), num_heads)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, ValidationError
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from megatron_mhar.config.load import flatten, load_config
 from megatron_mhar.config.schema import RunConfig
 from megatron_mhar.errors import UserError
+from megatron_mhar.run_files import RoutingMap, RunFiles, RunSummary
 from megatron_mhar.tracking.journal import load_metrics
 
 TRAIN_LOSS = "train/loss"
@@ -27,50 +25,6 @@ _FREE = (
     "name", "output_dir", "residual.", "tracking.", "checkpoint.", "training.log_interval", "training.stop_after",
     "data.num_workers", "parallel.timeout_s",
 )  # fmt: skip
-
-
-class RunSummary(BaseModel):
-    """Contents of ``summary.json``, written when a run has ended.
-
-    ``valid_loss`` is the mean of the last evaluations, in nats a token; losses are None without validation data.
-    ``tokens_per_second`` is the median over the run, all ranks together; ``peak_memory_bytes`` that of the fullest.
-    """
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-    name: str
-    method: str
-    num_heads: int
-    parameters: int
-    steps: int
-    valid_loss: float | None
-    valid_loss_last: float | None
-    tokens_per_second: float
-    peak_memory_bytes: int
-    device: str
-    routing_backend: str | None = None
-
-
-@dataclass(frozen=True)
-class Routing:
-    """Learned routing of a run.
-
-    Attributes:
-        weights: ``[sites, heads, sources]`` float32, mean depth weight over validation tokens; 0 where not read.
-        reads: ``[sites, sources]`` bool, whether a site reads a source.
-        site_names: name of each site, in depth order.
-        source_names: name of each source, in depth order.
-    """
-
-    weights: NDArray[np.float32]
-    reads: NDArray[np.bool_]
-    site_names: tuple[str, ...]
-    source_names: tuple[str, ...]
-
-    @property
-    def finite(self) -> bool:
-        """False where the run diverged."""
-        return bool(np.isfinite(self.weights).all())
 
 
 @dataclass(frozen=True)
@@ -91,7 +45,7 @@ class Run:
     config: RunConfig
     summary: RunSummary
     metrics: dict[str, list[tuple[int, float]]]
-    routing: Routing | None
+    routing: RoutingMap | None
 
     def curve(self, metric: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Steps and values of ``metric``; both empty where it was never logged."""
@@ -107,29 +61,21 @@ def load_run(directory: Path) -> Run:
     """
     if not directory.is_dir():
         raise UserError(f"{directory}: no such folder; allowed: the folder of a run of mhar train")
-    config_path, journal = directory / "config.yaml", directory / "metrics.jsonl"
-    if not config_path.is_file():
+    files = RunFiles(directory)
+    if not files.config.is_file():
         raise UserError(f"{directory}: no config.yaml, so not the folder of a run of mhar train")
-    config = load_config(config_path)
-    metrics = load_metrics(journal) if journal.is_file() else {}
-    summary_path = directory / "summary.json"
-    if not summary_path.is_file():
+    config = load_config(files.config)
+    metrics = load_metrics(files.journal) if files.journal.is_file() else {}
+    if not files.summary.is_file():
         last = max((points[-1][0] for points in metrics.values() if points), default=0)
         raise UserError(
             f"{directory}: the run has not ended (no summary.json; last logged step {last} of "
-            f"{config.training.steps}); mhar train {config_path} continues it"
+            f"{config.training.steps}); mhar train {files.config} continues it"
         )
-    if not journal.is_file():
-        raise UserError(f"{journal}: missing, but the run has ended; without it there are no curves")
-    try:
-        summary = RunSummary.model_validate(json.loads(summary_path.read_text(encoding="utf-8")))
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise UserError(f"{summary_path}: {'.'.join(map(str, first['loc'])) or 'content'}: {first['msg']}") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{summary_path}: cannot be read: {error}") from None
-    routing_path = directory / "routing.npz"
-    routing = _load_routing(routing_path) if routing_path.is_file() else None
+    if not files.journal.is_file():
+        raise UserError(f"{files.journal}: missing, but the run has ended; without it there are no curves")
+    summary = RunSummary.read(files.summary)
+    routing = RoutingMap.read(files.routing) if files.routing.is_file() else None
     return Run(directory, summary.name, config, summary, metrics, routing)
 
 
@@ -149,22 +95,6 @@ def load_runs(directories: Sequence[Path]) -> list[Run]:
     return [replace(run, label=str(run.directory)) if labels.count(run.label) > 1 else run for run in runs]
 
 
-def _load_routing(path: Path) -> Routing:
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            weights = arrays["weights"].astype(np.float32)
-            reads = arrays["reads"].astype(np.bool_)
-            sites, sources = (tuple(map(str, arrays[name])) for name in ("site_names", "source_names"))
-    except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
-        raise UserError(f"{path}: not the routing of a run: {error}") from None
-    if weights.ndim != 3 or weights.shape[::2] != reads.shape or reads.shape != (len(sites), len(sources)):
-        raise UserError(
-            f"{path}: shapes do not fit: weights {weights.shape}, reads {reads.shape}, {len(sites)} site names and "
-            f"{len(sources)} source names given; allowed: [sites, heads, sources] and [sites, sources]"
-        )
-    return Routing(weights, reads, sites, sources)
-
-
 def differences(runs: Sequence[Run]) -> list[str]:
     """One line for each thing beside the residual method in which the runs differ; none where they are comparable."""
     lines = []
@@ -176,6 +106,9 @@ def differences(runs: Sequence[Run]) -> list[str]:
         given = [values.get(key) for values in flat]
         if any(value != given[0] for value in given):
             lines.append(f"{key}: {_by_run(runs, given)}")
+    corpora = [run.summary.data_sha256 for run in runs]
+    if any(corpus != corpora[0] for corpus in corpora):
+        lines.append("data: the files have the same names, but not the same contents")
     devices = [run.summary.device for run in runs]
     if len(set(devices)) > 1:
         lines.append(f"device: {_by_run(runs, devices)}; tokens/s and memory do not compare")

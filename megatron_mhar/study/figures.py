@@ -15,7 +15,8 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from megatron_mhar.errors import UserError
-from megatron_mhar.study.compare import TRAIN_LOSS, VALID_LOSS, Routing, Run
+from megatron_mhar.run_files import RoutingMap
+from megatron_mhar.study.compare import TRAIN_LOSS, VALID_LOSS, Run
 
 _DPI = 200
 _PANELS_A_ROW = 4
@@ -128,7 +129,7 @@ def routing_deviation(run: Run, path: Path) -> None:
     )  # fmt: skip
 
 
-def _routing(run: Run) -> Routing:
+def _routing(run: Run) -> RoutingMap:
     if run.routing is None:
         raise UserError(f"{run.directory}: no routing.npz: method {run.summary.method} does not route")
     if not run.routing.reads.any():

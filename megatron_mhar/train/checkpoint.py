@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_mhar.errors import UserError
 from megatron_mhar.train.distributed import on_first_rank
@@ -93,8 +94,14 @@ def load(folder: Path, model: torch.nn.Module, optimizer: Optimizer, *, step: in
     path = checkpoint_path(folder, step)
     try:
         state = dist_checkpointing.load(_state(model, optimizer, {}, loading=True), str(path))
-    except (CheckpointingException, OSError, RuntimeError, KeyError, ValueError) as error:
-        raise UserError(f"{path}: the checkpoint cannot be loaded ({type(error).__name__}: {error})") from error
+    except (CheckpointingException, CheckpointException, OSError, RuntimeError, KeyError, ValueError) as error:
+        cause: BaseException = error
+        if isinstance(error, CheckpointException) and error.failures:
+            cause = next(iter(error.failures.values()))[0]
+        raise UserError(
+            f"{path}: the checkpoint cannot be loaded ({type(cause).__name__}: {cause}); it is damaged or of another "
+            "model. Remove it, and the one before it is used"
+        ) from error
     model.module.load_state_dict(state["model"])  # type: ignore[union-attr]
     optimizer.megatron.load_state_dict(state["optimizer"])
     optimizer.scheduler.load_state_dict(state["scheduler"])

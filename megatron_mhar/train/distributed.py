@@ -54,9 +54,8 @@ def initialize(config: RunConfig) -> torch.device:
         timeout = datetime.timedelta(seconds=config.parallel.timeout_s)
         if world_size() == 1:
             # One process needs no address to meet at.
-            torch.distributed.init_process_group(
-                platform.BACKEND, store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=timeout
-            )
+            store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+            torch.distributed.init_process_group(platform.BACKEND, store=store, rank=0, world_size=1, timeout=timeout)
         else:
             torch.distributed.init_process_group(platform.BACKEND, timeout=timeout)
     parallel_state.initialize_model_parallel(

@@ -23,11 +23,12 @@ from torch import Tensor
 from megatron_mhar import platform
 from megatron_mhar.config.load import flatten
 from megatron_mhar.config.schema import RunConfig
-from megatron_mhar.data.dataset import build_datasets, check_data, micro_batches
+from megatron_mhar.data.dataset import build_datasets, check_data, data_identity, micro_batches
 from megatron_mhar.model.build import build_model, resolve_layers
-from megatron_mhar.model.observe import RoutingMap, record_routing
+from megatron_mhar.model.observe import record_routing
 from megatron_mhar.model.stack import RoutedStack
 from megatron_mhar.routing import resolve_backend
+from megatron_mhar.run_files import RoutingMap, RunSummary
 from megatron_mhar.tracking.journal import load_metrics
 from megatron_mhar.tracking.tracker import Tracker
 from megatron_mhar.train import checkpoint
@@ -49,7 +50,7 @@ from megatron_mhar.train.run_folder import RunFolder
 logger = logging.getLogger("megatron_mhar")
 
 
-def train(config: RunConfig) -> dict[str, Any] | None:
+def train(config: RunConfig) -> RunSummary | None:
     """Train, or go on training, the run of ``config``; called by every rank.
 
     Returns:
@@ -70,10 +71,10 @@ def train(config: RunConfig) -> dict[str, Any] | None:
             first = rank() == 0
             stack.enter_context(folder.locked() if first else nullcontext())
             stack.enter_context(
-                progress := ProgressLog(folder.log if first else None, total=config.training.steps, start=start)
+                progress := ProgressLog(folder.files.log if first else None, total=config.training.steps, start=start)
             )
             if finished is not None:
-                logger.info("%s: finished at step %d already", folder.path, finished["steps"])
+                logger.info("%s: finished at step %d already", folder.path, finished.steps)
                 return finished if first else None
             tracker = stack.enter_context(_tracker(config, folder)) if first else None
             summary = Trainer(config, folder, device, progress, tracker).run(start)
@@ -110,7 +111,7 @@ class Trainer:
         self.model = wrap(config, build_model(config))
         self.optimizer = Optimizer(config, self.model)
         connect(self.model, self.optimizer)
-        self.train_set, self.valid_set = build_datasets(config, folder.index)
+        self.train_set, self.valid_set = build_datasets(config, folder.files.index)
         self.data_parallel = parallel_state.get_data_parallel_world_size()
         self.forward_backward = get_forward_backward_func()
         self.speeds: list[float] = []
@@ -122,12 +123,12 @@ class Trainer:
         """The model without its data-parallel wrapper."""
         return cast(HybridModel, self.model.module)
 
-    def run(self, start: int) -> dict[str, Any] | None:
+    def run(self, start: int) -> RunSummary | None:
         """Train from step ``start`` on; the summary if the last step was reached."""
         training, step = self.config.training, start
         if start:
-            checkpoint.load(self.folder.checkpoints, self.model, self.optimizer, step=start)
-            logger.info("continued from %s", checkpoint.checkpoint_path(self.folder.checkpoints, start))
+            checkpoint.load(self.folder.files.checkpoints, self.model, self.optimizer, step=start)
+            logger.info("continued from %s", checkpoint.checkpoint_path(self.folder.files.checkpoints, start))
         self._announce()
         last = min(training.steps, training.stop_after or training.steps)
         batches = self._batches(self.train_set, start * training.global_batch_size,
@@ -149,7 +150,7 @@ class Trainer:
                 if evaluates and self.valid_set is not None:
                     self._evaluate(step)
                 if saves:
-                    checkpoint.save(self.folder.checkpoints, self.model, self.optimizer,
+                    checkpoint.save(self.folder.files.checkpoints, self.model, self.optimizer,
                                     {"step": step, "samples": step * training.global_batch_size},
                                     step=step, keep=self.config.checkpoint.keep)  # fmt: skip
                     saved = step
@@ -222,6 +223,7 @@ class Trainer:
             ranks=self.data_parallel,
             device=self.device,
             num_workers=self.config.data.num_workers,
+            vocab_size=self.config.model.vocab_size,
         )
 
     def _announce(self) -> None:
@@ -270,7 +272,7 @@ class Trainer:
         if self.tracker is not None:
             self.tracker.log(step, {"valid/loss": loss})
 
-    def _finish(self, step: int) -> dict[str, Any] | None:
+    def _finish(self, step: int) -> RunSummary | None:
         peak = torch.tensor([platform.peak_memory_bytes()], dtype=torch.float64, device=self.device)
         torch.distributed.all_reduce(peak, torch.distributed.ReduceOp.MAX)
         parameters = torch.tensor([self.num_parameters if parallel_state.get_data_parallel_rank() == 0 else 0],
@@ -279,26 +281,27 @@ class Trainer:
         if rank() != 0:
             return None
         if self.routing is not None:
-            self.routing.save(str(self.folder.routing))
-        history = load_metrics(self.folder.path / "metrics.jsonl")
+            self.routing.write(self.folder.files.routing)
+        history = load_metrics(self.folder.files.journal)
         evaluations = [value for _, value in history.get("valid/loss", [])]
         speeds = [value for _, value in history.get("train/tokens_per_second", [])] or self.speeds
         tail = evaluations[-self.config.evaluation.tail :]
-        summary = {
-            "name": self.config.name,
-            "method": self.config.residual.method,
-            "num_heads": self.config.residual.num_heads,
-            "parameters": int(parameters.item()),
-            "steps": step,
-            "valid_loss": statistics.fmean(tail) if tail else None,
-            "valid_loss_last": evaluations[-1] if evaluations else None,
-            "tokens_per_second": statistics.median(speeds),
-            "peak_memory_bytes": int(peak.item()),
-            "device": platform.device_name(),
-            "routing_backend": resolve_backend(self.config.residual.backend, self.device),
-        }
-        self.folder.write_summary(summary)
-        logger.info("finished: %s", self.folder.summary)
+        summary = RunSummary(
+            name=self.config.name,
+            method=self.config.residual.method,
+            num_heads=self.config.residual.num_heads,
+            parameters=int(parameters.item()),
+            steps=step,
+            valid_loss=statistics.fmean(tail) if tail else None,
+            valid_loss_last=evaluations[-1] if evaluations else None,
+            tokens_per_second=statistics.median(speeds),
+            peak_memory_bytes=int(peak.item()),
+            device=platform.device_name(),
+            routing_backend=resolve_backend(self.config.residual.backend, self.device),
+            data_sha256=data_identity(self.config),
+        )
+        summary.write(self.folder.files.summary)
+        logger.info("finished: %s", self.folder.files.summary)
         return summary
 
     def _signals(self) -> ExitStack:

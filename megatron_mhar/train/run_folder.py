@@ -1,27 +1,16 @@
-"""The folder of a run: what may be written there, whether a run goes on in it, and its summary.
-
-    config.yaml     the resolved config
-    log.txt         plain log lines
-    metrics.jsonl   journal of every metric
-    checkpoints/    complete checkpoints, see train.checkpoint
-    index/          shuffled sample indices
-    routing.npz     mean routing weights of the last evaluation (routed methods)
-    summary.json    written when the last step is done
-"""
+"""The folder of a run as the trainer sees it: may it be written, does a run go on there, is it in use."""
 
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 from megatron_mhar.config.load import dump_config, flatten, load_config
 from megatron_mhar.config.schema import RunConfig
 from megatron_mhar.errors import UserError
+from megatron_mhar.run_files import RunFiles, RunSummary, write_whole
 from megatron_mhar.train.checkpoint import checkpoint_steps, remove_partial
 
 # A run may go on with other values of these keys; any other key would make it another run.
@@ -33,17 +22,12 @@ CHANGEABLE = (
 
 
 class RunFolder:
-    """Paths of a run's files."""
+    """The folder of the run of ``config``."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.path = config.run_dir
-        self.checkpoints = self.path / "checkpoints"
-        self.config_file = self.path / "config.yaml"
-        self.log = self.path / "log.txt"
-        self.index = self.path / "index"
-        self.routing = self.path / "routing.npz"
-        self.summary = self.path / "summary.json"
+        self.files = RunFiles(self.path)
 
     def prepare(self) -> int:
         """Make the folder, or check that this run may go on in it. Called by rank 0 alone.
@@ -64,17 +48,15 @@ class RunFolder:
                 f"{self.path}: the run folder cannot be written ({error.strerror}); "
                 "choose another by output_dir=... or name=..."
             ) from error
-        if self.config_file.exists():
+        if self.files.config.exists():
             self._refuse_another_run()
-        temporary = self.config_file.with_suffix(".yaml.partial")
-        temporary.write_text(dump_config(self.config))
-        temporary.rename(self.config_file)
-        remove_partial(self.checkpoints)
-        steps = checkpoint_steps(self.checkpoints)
+        write_whole(self.files.config, dump_config(self.config))
+        remove_partial(self.files.checkpoints)
+        steps = checkpoint_steps(self.files.checkpoints)
         return steps[-1] if steps else 0
 
     def _refuse_another_run(self) -> None:
-        earlier, now = flatten(load_config(self.config_file)), flatten(self.config)
+        earlier, now = flatten(load_config(self.files.config)), flatten(self.config)
         changed = [
             f"{key}: {earlier.get(key)!r} there, {value!r} given"
             for key, value in now.items()
@@ -86,18 +68,12 @@ class RunFolder:
                 "Give this run another name=..., or remove the folder"
             )
 
-    def finished(self) -> dict[str, Any] | None:
+    def finished(self) -> RunSummary | None:
         """Summary of the run if its last step is done."""
-        if not self.summary.is_file():
+        if not self.files.summary.is_file():
             return None
-        summary: dict[str, Any] = json.loads(self.summary.read_text())
-        return summary if summary["steps"] == self.config.training.steps else None
-
-    def write_summary(self, summary: dict[str, Any]) -> None:
-        """Write summary.json, whole or not at all."""
-        temporary = self.summary.with_suffix(".json.partial")
-        temporary.write_text(json.dumps(summary, indent=2) + "\n")
-        temporary.rename(self.summary)
+        summary = RunSummary.read(self.files.summary)
+        return summary if summary.steps == self.config.training.steps else None
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -120,7 +120,7 @@ def test_demo() -> None:
     config = load("demo/mhar.yaml")
     assert (config.name, load("demo/baseline.yaml").name) == ("demo-mhar", "demo-baseline")
     assert (config.residual.method, config.residual.num_heads) == ("mhar", 6)
-    assert (config.training.precision, config.model.vocab_size, config.model.tie_embeddings) == ("fp32", 8192, True)
+    assert (config.training.precision, config.model.vocab_size, config.model.tie_embeddings) == ("fp32", 4096, True)
     assert config.data.train == ("data/demo/train",)
     assert config.data.valid == ("data/demo/valid",)
 

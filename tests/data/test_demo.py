@@ -75,7 +75,7 @@ def test_this_machine_gives_five_megabytes(corpus: CorpusSummary) -> None:
     assert {path.name for path in corpus.folder.iterdir()} == FILES
     assert list(corpus.folder.parent.iterdir()) == [corpus.folder]
     assert manifest.train.bytes + manifest.valid.bytes >= 5 * MEGABYTE
-    assert manifest.vocab_size == 8192 and manifest.end_of_document == 0 and manifest.dtype == "uint16"
+    assert manifest.vocab_size == 4096 and manifest.end_of_document == 0 and manifest.dtype == "uint16"
     assert 0.015 < manifest.valid.documents / (manifest.train.documents + manifest.valid.documents) < 0.045
     assert 2.5 < manifest.train.bytes / manifest.train.tokens < 6  # bytes a token of a BPE that learnt something
     assert manifest.packages["megatron-core"] and manifest.packages["python"]
@@ -89,7 +89,7 @@ def test_files_hold_the_documents_each_ended_once(corpus: CorpusSummary, split: 
     found = documents(corpus.folder, split)
     assert len(found) == counts.documents
     assert sum(map(len, found)) == counts.tokens
-    assert all(ids[-1] == 0 and 0 not in ids[:-1] and max(ids) < 8192 for ids in found)
+    assert all(ids[-1] == 0 and 0 not in ids[:-1] and max(ids) < 4096 for ids in found)
     texts = [tokenizer.decode(ids[:-1]) for ids in found]
     # NFC may change the length of a few.
     assert sum(len(text.encode()) for text in texts) == pytest.approx(counts.bytes, rel=1e-3)
@@ -325,12 +325,12 @@ def test_two_builds_at_once_do_not_mix(build: Callable[..., CorpusSummary], tmp_
 
 
 def test_manifest_checks_the_model(corpus: CorpusSummary) -> None:
-    corpus.manifest.check(vocab_size=8192, end_of_document=0)
+    corpus.manifest.check(vocab_size=4096, end_of_document=0)
     corpus.manifest.check(vocab_size=9000, end_of_document=0)
-    with pytest.raises(UserError, match=r"model\.vocab_size: 8191 given.*allowed: 8192 or more"):
-        corpus.manifest.check(vocab_size=8191, end_of_document=0)
+    with pytest.raises(UserError, match=r"model\.vocab_size: 4095 given.*allowed: 4096 or more"):
+        corpus.manifest.check(vocab_size=4095, end_of_document=0)
     with pytest.raises(UserError, match=r"data\.end_of_document: 5 given.* 0"):
-        corpus.manifest.check(vocab_size=8192, end_of_document=5)
+        corpus.manifest.check(vocab_size=4096, end_of_document=5)
 
 
 @pytest.mark.parametrize(

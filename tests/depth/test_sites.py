@@ -13,7 +13,7 @@ LETTERS = {"embedding": "e", "null": "n", "output": "o", "block": "d", "open": "
 
 
 def written(sources):
-    return " ".join(LETTERS[s.kind] + ("" if s.kind in ("embedding", "null") else str(s.index)) for s in sources)
+    return " ".join(LETTERS[s.kind] + ("" if s.kind in ("embedding", "null") else str(s.number)) for s in sources)
 
 
 def table(layers=3, **residual):
@@ -52,7 +52,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("residual,expected", CASES, ids=lambda x: "-".join(map(str, x.values())) if x.__class__ is dict else "")  # fmt: skip
+@pytest.mark.parametrize("residual,expected", CASES)
 def test_sources_of_every_site(residual, expected):
     assert [written(s) for s in table(**residual).reads] == expected
 

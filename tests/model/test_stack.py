@@ -126,7 +126,7 @@ def test_baseline_is_megatron_cores_own_stack(tmp_path):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_equals_the_definition_in_plain_torch(tmp_path, method):
-    """The whole model against its sublayers called one by one, with state as paper.md writes it: no table, no history."""
+    """The whole model against its sublayers called one by one, state kept by hand: no table, no history."""
     residual = METHODS[method]
     model = disturb(build(tmp_path, residual))
     ids, positions, _ = batch = tokens()
@@ -173,9 +173,7 @@ def test_equals_the_definition_in_plain_torch(tmp_path, method):
         outputs.append(o)
         x = x + o
         if name == "hyper_connections":
-            streams = [
-                sum(site.mixing[i, j] * streams[j] for j in range(4)) + site.beta[i] * o for i in range(4)
-            ]
+            streams = [sum(site.mixing[i, j] * streams[j] for j in range(4)) + site.beta[i] * o for i in range(4)]
     if name in ("attnres", "mhar"):
         x = mix([e, *outputs], decoder.final_site)
     elif name in ("attnres_block", "mhar_block"):
@@ -277,7 +275,9 @@ def test_four_micro_batches_are_one_big_batch(tmp_path, method):
 
 
 @pytest.mark.parametrize("method", ["mhar", "mhar_block", "delta_block"])
-@pytest.mark.parametrize("frozen", [("query",), ("norm_weight",), ("query", "norm_weight"), ("layers",), ("embedding",)])  # fmt: skip
+@pytest.mark.parametrize(
+    "frozen", [("query",), ("norm_weight",), ("query", "norm_weight"), ("layers",), ("embedding",)]
+)
 def test_frozen_parts_do_not_change_the_other_gradients(tmp_path, method, frozen):
     model = disturb(build(tmp_path, METHODS[method]))
     loss_of(model, tokens()).backward()
@@ -376,8 +376,14 @@ class TestSpecs:
 
         spec = routed_stack_spec(ResidualConfig(method="mhar", num_heads=4), num_experts=4)
         model = disturb(
-            self.model(spec, "*E*-", num_moe_experts=4, moe_router_topk=2, moe_token_dispatcher_type="alltoall",
-                       moe_ffn_hidden_size=32)  # fmt: skip
+            self.model(
+                spec,
+                "*E*-",
+                num_moe_experts=4,
+                moe_router_topk=2,
+                moe_token_dispatcher_type="alltoall",
+                moe_ffn_hidden_size=32,
+            )  # fmt: skip
         )
         loss_of(model, tokens()).backward()
         assert "mlp.router.weight" in "".join(n for n, _ in model.decoder.layers[1].named_parameters())
@@ -470,7 +476,7 @@ def test_recorded_routing_is_the_mean_over_tokens(tmp_path):
     result = recorder.result()
     assert model.decoder.observer is None
     assert result.weights.shape == (9, 4, 4)
-    assert result.source_names == ["embedding", "open block", "block 0", "block 1"]
+    assert result.source_names == ("embedding", "open block", "block 0", "block 1")
     assert result.site_names[0] == "0 attention" and result.site_names[-1] == "final"
     assert result.weights.sum(-1) == pytest.approx(1.0, abs=1e-6)
     expected = (seen[5] + seen[14]) / 2  # site 5 reads the embedding, block 0 and the open block

@@ -145,7 +145,11 @@ def test_other_folders_and_missing_files_are_refused(make_run: MakeRun, tmp_path
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("", "cannot be read"), ("[]", "summary.json: content"), ('{"name": "a"}', "json: method: Field required")],
+    [
+        ("", "summary.json: content: Invalid JSON"),
+        ("[]", "summary.json: content"),
+        ('{"name": "a"}', "json: method: Field required"),
+    ],
 )
 def test_damaged_summary(make_run: MakeRun, text: str, message: str) -> None:
     directory = make_run("a")

@@ -1,6 +1,6 @@
 """Five training steps of every method under each layout of this world size: losses, gradient norms, depth gradients.
 
-    python -m torch.distributed.run --nproc-per-node N layout_worker.py OUT CORPUS
+python -m torch.distributed.run --nproc-per-node N layout_worker.py OUT CORPUS
 """
 
 import os
@@ -39,6 +39,7 @@ def gradients(model):
 def run(config):
     """Losses, norms, gradients and evaluation of one run; queries and gates are moved off zero first."""
     from megatron.core.distributed import finalize_model_grads
+
     from megatron_mhar.model.initialize import generator
     from megatron_mhar.train.distributed import data_parallel_mean
     from megatron_mhar.train.loop import Trainer
@@ -73,6 +74,7 @@ def main():
     world = int(os.environ["WORLD_SIZE"])
     results = {}
     from megatron.core import parallel_state
+
     from megatron_mhar.train.distributed import initialize
 
     platform.setup(int(os.environ["LOCAL_RANK"]))
