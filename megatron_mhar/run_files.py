@@ -1,6 +1,7 @@
 """What lies in the folder of a run, for whoever writes or reads it.
 
 config.yaml     the resolved config
+data.json       what identifies the training files, see data.dataset
 log.txt         plain log lines
 metrics.jsonl   journal of every metric, see tracking.journal
 tracking/       the MLflow run, see tracking.job
@@ -36,6 +37,11 @@ class RunFiles:
         return self.folder / "config.yaml"
 
     @property
+    def data(self) -> Path:
+        """Identity of the training files."""
+        return self.folder / "data.json"
+
+    @property
     def log(self) -> Path:
         """Plain log."""
         return self.folder / "log.txt"
@@ -69,7 +75,11 @@ class RunFiles:
 def write_whole(path: Path, text: str) -> None:
     """Write a text file so that a reader sees the old one or the whole new one."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
+    try:
+        partial.write_text(text, encoding="utf-8")
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
     partial.replace(path)
 
 

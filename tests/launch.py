@@ -21,7 +21,8 @@ def launch(worker: str, world_size: int, out: Path, *arguments: str, timeout_s: 
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}",
         str(ROOT / "tests" / worker), str(out), *arguments,
     ]  # fmt: skip
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path, "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, f"{worker} on {world_size} ranks failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
     return torch.load(out, weights_only=False)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
+import time
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -19,6 +21,9 @@ COMMANDS = {
     "sync": ("megatron_mhar.cli.sync:sync", "Send metrics that wait in a run's journal to the MLflow server."),
     "doctor": ("megatron_mhar.cli.doctor:doctor", "Show what this machine has and what a run here will use."),
 }
+
+
+_PATIENCE_S = 10  # longer than ranks of one machine differ in reaching the same error
 
 
 class LazyGroup(click.Group):
@@ -64,22 +69,45 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit.
 
     Exit codes: 0 done; 2 wrong input (one message on stderr); 130 interrupted; 1 anything else.
+    Under a launcher the first process of each machine writes the message.
 
     Args:
         args: arguments without the program's name; those of the process by default.
     """
+    _open_standard_streams()
     try:
         code = cli.main(args=args, prog_name="mhar", standalone_mode=False)
     except UserError as error:
+        _let_first_rank_speak()
         click.echo(f"mhar: error: {error}", err=True)
         code = 2
     except click.ClickException as error:
+        _let_first_rank_speak()
         error.show()
         code = error.exit_code
     except (click.Abort, KeyboardInterrupt):
+        _let_first_rank_speak()
         click.echo("mhar: interrupted", err=True)
         code = 130
+    except BrokenPipeError:  # the reader of a pipe has seen enough; Python must not flush into it at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _open_standard_streams() -> None:
+    """Open closed standard streams on /dev/null: else the next file, a checkpoint, is what libraries print to."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+
+
+def _let_first_rank_speak() -> None:
+    """Wait on all but the first rank of a machine: it has the same to say, and its launcher then ends the others."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(_PATIENCE_S)
 
 
 if __name__ == "__main__":

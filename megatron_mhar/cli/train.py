@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from pathlib import Path
 
@@ -26,9 +27,11 @@ def train(config: Path, overrides: tuple[str, ...]) -> None:
       torchrun --nproc-per-node 8 --no-python mhar train configs/1b/mhar.yaml parallel.tensor=2 parallel.sequence=true
     """
     settings = load_config(config, overrides)  # before torch is imported: a misspelt key is told at once
+    # Importing megatron-core warns of each optional library; `mhar doctor` and the run's first line say it better.
+    logging.disable(logging.WARNING)
     with warnings.catch_warnings():
-        # Importing megatron-core warns of each optional library; `mhar doctor` and the run's first line say it better.
         warnings.simplefilter("ignore")
         from megatron_mhar.train.loop import train as run
+    logging.disable(logging.NOTSET)
 
     run(settings)

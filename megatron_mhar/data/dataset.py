@@ -7,10 +7,13 @@ another layout, and the resume state is the number of samples consumed.
 
 from __future__ import annotations
 
+import hashlib
 import os
+import shutil
+import signal
 import struct
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,15 +31,17 @@ from megatron_mhar.errors import UserError
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, documents + 1
+_ENDS = 1 << 20  # bytes at each end of a .bin file that its digest covers
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """What the index of one .bin/.idx pair says."""
+    """What the index of one .bin/.idx pair says; ``digest`` is of the whole index and of both ends of the .bin file."""
 
     prefix: str
     documents: int
     tokens: int
+    digest: str
 
 
 def check_token_file(prefix: str, *, sequence_length: int) -> TokenFile:
@@ -46,46 +51,74 @@ def check_token_file(prefix: str, *, sequence_length: int) -> TokenFile:
         UserError: names the file and what is wrong with it.
     """
     index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
-    for path in (index, data):
-        if not path.is_file():
-            raise UserError(
-                f"{path}: no such file. Data files are named without their ending (.bin and .idx); "
-                "`mhar data demo` builds a small set"
-            )
     try:
-        size = index.stat().st_size
+        for path in (index, data):
+            if not path.is_file():
+                raise UserError(
+                    f"{path}: no such file. Data files are named without their ending (.bin and .idx); "
+                    "`mhar data demo` builds a small set"
+                )
+        size, data_size = index.stat().st_size, data.stat().st_size
         with index.open("rb") as file:
             header = file.read(_HEADER.size)
             if len(header) < _HEADER.size:
                 raise UserError(f"{index}: {size} bytes, too short for a Megatron index; build it again")
             magic, version, code, sequences, documents = _HEADER.unpack(header)
-            if magic != _MAGIC or version != 1:
+            if magic != _MAGIC:
                 raise UserError(f"{index}: not a Megatron index (it begins with {header[:9]!r}); build it again")
+            if version != 1:
+                raise UserError(
+                    f"{index}: a Megatron index of version {version}, but version 1 is read; build it again"
+                )
             expected = _HEADER.size + sequences * (4 + 8) + documents * 8
             if size < expected:
                 raise UserError(f"{index}: {size} bytes, but {sequences} sequences need {expected}; it was cut off")
             lengths = np.fromfile(file, np.int32, sequences)
-        item = DType.size(code)
+            starts = np.fromfile(file, np.int64, sequences)
+            ends = np.fromfile(file, np.int64, documents)
+        dtype = np.dtype(DType.dtype_from_code(code))
+        digest = _digest(index, data)
     except (ValueError, KeyError, OSError) as error:
-        raise UserError(f"{index}: cannot be read as a Megatron index ({error})") from error
-    tokens = int(lengths.sum(dtype=np.int64))
-    if data.stat().st_size != tokens * item:
-        raise UserError(f"{data}: {data.stat().st_size} bytes, but {index.name} counts {tokens} tokens of {item} bytes")
+        raise UserError(f"{prefix}: cannot be read as Megatron data ({error})") from error
+    item, tokens = dtype.itemsize, int(lengths.sum(dtype=np.int64))
+    if dtype.kind not in "iu":
+        raise UserError(f"{index}: says that the tokens are {dtype}, but token ids are integers; build it again")
+    if lengths.min(initial=0) < 0 or not np.array_equal(starts[1:], np.cumsum(lengths[:-1], dtype=np.int64) * item):
+        raise UserError(f"{index}: damaged, its sequences do not follow one another; build it again")
+    if not documents or ends[0] != 0 or ends[-1] != sequences or (np.diff(ends) < 0).any():
+        raise UserError(f"{index}: damaged, its documents do not follow one another; build it again")
+    if data_size != tokens * item:
+        raise UserError(f"{data}: {data_size} bytes, but {index.name} counts {tokens} tokens of {item} bytes")
     if tokens <= sequence_length:
         raise UserError(f"{data}: {tokens} tokens, too few for one sample of sequence_length {sequence_length} + 1")
-    return TokenFile(prefix, documents - 1, tokens)
+    return TokenFile(prefix, documents - 1, tokens, digest)
 
 
-def check_data(config: RunConfig) -> None:
+def _digest(index: Path, data: Path) -> str:
+    """Tells other contents apart without reading terabytes."""
+    with index.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+    with data.open("rb") as file:
+        digest.update(file.read(_ENDS))
+        file.seek(max(file.tell(), data.stat().st_size - _ENDS))
+        digest.update(file.read(_ENDS))
+    return digest.hexdigest()
+
+
+def check_data(config: RunConfig) -> dict[str, str]:
     """Check every data file of a run before anything is built, and the manifest of a corpus that has one.
+
+    Returns:
+        Digest of each file's contents by its name in the config.
 
     Raises:
         UserError: see :func:`check_token_file`; also a vocabulary or end of document that is not the corpus's.
     """
-    for prefix in (*config.data.train, *config.data.valid):
-        check_token_file(prefix, sequence_length=config.training.sequence_length)
+    files = dict.fromkeys((*config.data.train, *config.data.valid))
+    digests = {p: check_token_file(p, sequence_length=config.training.sequence_length).digest for p in files}
     for manifest in _manifests(config).values():
         manifest.check(vocab_size=config.model.vocab_size, end_of_document=config.data.end_of_document)
+    return digests
 
 
 def data_identity(config: RunConfig) -> dict[str, str]:
@@ -104,19 +137,28 @@ class _PackedTokens:
 
     eod: int
     vocab_size: int
+    contents: str
     pad: int = -1  # packed sequences hold no padding, and no id may be taken for it
 
     @property
     def unique_identifiers(self) -> OrderedDict[str, str]:
-        """What the names of cached indices depend on."""
-        return OrderedDict(tokenizer="packed", eod=str(self.eod), vocab_size=str(self.vocab_size))
+        """What the names of cached indices depend on: also on the files' contents, for these may be built again."""
+        return OrderedDict(
+            tokenizer="packed", eod=str(self.eod), vocab_size=str(self.vocab_size), contents=self.contents
+        )
 
 
-def build_datasets(config: RunConfig, cache: Path) -> tuple[Dataset, Dataset | None]:
+def build_datasets(
+    config: RunConfig, cache: Path, digests: Mapping[str, str] | None = None
+) -> tuple[Dataset, Dataset | None]:
     """Training and validation samples (None without validation files).
 
     Args:
         cache: folder for the shuffled sample indices, the same for all ranks.
+        digests: of each file, as :func:`check_data` gives them.
+
+    Raises:
+        UserError: the sample indices cannot be written, or read.
     """
     training, data = config.training, config.data
     train = (list(data.train), None if data.train_weights is None else list(data.train_weights))
@@ -126,7 +168,7 @@ def build_datasets(config: RunConfig, cache: Path) -> tuple[Dataset, Dataset | N
         sequence_length=training.sequence_length,
         blend_per_split=[train, valid, None],
         path_to_cache=str(cache),
-        tokenizer=_PackedTokens(data.end_of_document, config.model.vocab_size),
+        tokenizer=_PackedTokens(data.end_of_document, config.model.vocab_size, " ".join((digests or {}).values())),
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
@@ -137,7 +179,17 @@ def build_datasets(config: RunConfig, cache: Path) -> tuple[Dataset, Dataset | N
         config.evaluation.batches * training.global_batch_size if valid else 0,
         0,
     )
-    train_set, valid_set, _ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, settings).build()
+    try:
+        train_set, valid_set, _ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, settings).build()
+    except Exception as error:  # megatron-core puts a plain Exception around an OSError
+        cause = error.__cause__ or error
+        if not isinstance(cause, OSError | ValueError):
+            raise
+        shutil.rmtree(cache, ignore_errors=True)  # a half-written index would be taken for a whole one
+        raise UserError(
+            f"{cache}: the sample indices cannot be written and read ({cause}). They are removed, and the same "
+            "command makes them again"
+        ) from error
     return train_set, valid_set
 
 
@@ -180,13 +232,21 @@ def micro_batches(
         dataset,
         batch_sampler=_RankBatches(start, stop, micro_batch_size, rank, ranks),
         num_workers=min(num_workers, os.cpu_count() or 1),
+        worker_init_fn=_leave_signals_to_trainer,
         pin_memory=device.type == "cuda",
     )
     for batch in loader:
         # On the CPU still: out of range on a GPU is an assertion far from its cause.
-        if (largest := int(torch.maximum(batch["tokens"].max(), batch["labels"].max()))) >= vocab_size:
-            raise UserError(
-                f"data: token id {largest} found, but model.vocab_size is {vocab_size}: "
-                "the files were made with another tokenizer"
-            )
+        for found in (*batch["tokens"].aminmax(), *batch["labels"].aminmax()):
+            if not 0 <= (token := int(found)) < vocab_size:
+                raise UserError(
+                    f"data: token id {token} found, but model.vocab_size is {vocab_size} (ids 0 to {vocab_size - 1}): "
+                    "the files were made with another tokenizer"
+                )
         yield {key: batch[key].to(device, non_blocking=True) for key in ("tokens", "labels", "position_ids")}
+
+
+def _leave_signals_to_trainer(worker: int) -> None:
+    """Ctrl-C and Slurm's SIGTERM reach loader processes too, but the step under way still needs them."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)

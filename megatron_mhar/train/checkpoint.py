@@ -8,6 +8,7 @@ names, layers by their global number, in a form that reshards.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -20,7 +21,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_mhar.errors import UserError
-from megatron_mhar.train.distributed import on_first_rank
+from megatron_mhar.train.distributed import on_every_rank, on_first_rank
 from megatron_mhar.train.optimizer import Optimizer
 
 _NAME = re.compile(r"step_(\d+)")
@@ -57,32 +58,63 @@ def save(
     """Write the checkpoint of ``step`` and remove all but the newest ``keep`` complete ones. Called by all ranks.
 
     Raises:
-        UserError: the folder cannot be written.
+        UserError: the checkpoint cannot be written, on one rank or more. The earlier ones are as they were.
     """
     target = checkpoint_path(folder, step)
     partial = target.with_name(target.name + _PARTIAL)
+
+    def refuse(error: BaseException) -> UserError:
+        steps = checkpoint_steps(folder)
+        before = f"the one of step {steps[-1]} is whole" if steps else "there is none before it"
+        return UserError(
+            f"{target}: the checkpoint cannot be written ({_reason(error)}); {before}. "
+            "Once this is mended, the same command goes on from there"
+        )
 
     def begin() -> None:
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         except OSError as error:
-            raise UserError(f"{partial}: the checkpoint cannot be written ({error.strerror})") from error
+            raise refuse(error) from error
+
+    def write() -> None:
+        try:
+            dist_checkpointing.save(_state(model, optimizer, progress, loading=False), str(partial))
+        except (CheckpointingException, CheckpointException, OSError, RuntimeError) as error:
+            raise refuse(error) from error
 
     def finish() -> None:
-        if target.exists():
-            shutil.rmtree(target)
-        partial.rename(target)
-        descriptor = os.open(folder, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-        for old in checkpoint_steps(folder)[:-keep]:
-            shutil.rmtree(checkpoint_path(folder, old))
+        try:
+            if target.exists():
+                shutil.rmtree(target)
+            partial.rename(target)
+            descriptor = os.open(folder, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+            for old in checkpoint_steps(folder)[:-keep]:
+                shutil.rmtree(checkpoint_path(folder, old))
+        except OSError as error:
+            raise refuse(error) from error
 
     on_first_rank(begin)
-    dist_checkpointing.save(_state(model, optimizer, progress, loading=False), str(partial))
+    try:
+        on_every_rank(write)
+    except UserError:
+        on_first_rank(lambda: remove_partial(folder))
+        raise
     on_first_rank(finish)
     return target
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong on the disk, out of what megatron-core and torch have put around it."""
+    if isinstance(error, CheckpointException) and error.failures:
+        return _reason(next(iter(error.failures.values()))[0])
+    if isinstance(error, OSError) and error.errno:
+        return f"{os.strerror(error.errno)}, {errno.errorcode[error.errno]}"
+    inner = error.__cause__ or error.__context__
+    return _reason(inner) if inner is not None else f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def load(folder: Path, model: torch.nn.Module, optimizer: Optimizer, *, step: int) -> dict[str, Any]:

@@ -20,6 +20,11 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def local_rank() -> int:
+    """Rank of this process among those of its machine, 0 without a launcher."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
 def world_size() -> int:
     """Number of processes as their launcher says, 1 without one."""
     return int(os.environ.get("WORLD_SIZE", "1"))
@@ -49,7 +54,12 @@ def check_layout(config: RunConfig, world: int) -> int:
 
 def initialize(config: RunConfig) -> torch.device:
     """Join the other ranks, build megatron-core's process groups and seed this rank. Returns its device."""
-    device = platform.setup(int(os.environ.get("LOCAL_RANK", "0")))
+    if platform.HAS_GPU and local_rank() >= torch.cuda.device_count():
+        raise UserError(
+            f"rank {local_rank()} of this machine started, but it has {torch.cuda.device_count()} GPUs; "
+            "start one process a GPU with torchrun --nproc-per-node"
+        )
+    device = platform.setup(local_rank())
     if not torch.distributed.is_initialized():
         timeout = datetime.timedelta(seconds=config.parallel.timeout_s)
         if world_size() == 1:
@@ -89,6 +99,21 @@ def on_first_rank[T](action: Callable[[], T]) -> T:
     if isinstance(outcome, UserError):
         raise outcome
     return outcome  # type: ignore[return-value]
+
+
+def on_every_rank[T](action: Callable[[], T]) -> T:
+    """Run ``action`` on all ranks; a UserError of one of them, the lowest, is raised on all of them."""
+    result: list[T] = []
+    error: UserError | None = None
+    try:
+        result.append(action())
+    except UserError as raised:
+        error = raised
+    if any_rank(error is not None):
+        errors: list[UserError | None] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(errors, error)
+        raise next(found for found in errors if found is not None)
+    return result[0]
 
 
 def any_rank(flag: bool) -> bool:

@@ -7,9 +7,10 @@ import math
 import signal
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from functools import partial
+from itertools import islice
 from types import FrameType
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ from megatron_mhar import platform
 from megatron_mhar.config.load import flatten
 from megatron_mhar.config.schema import RunConfig
 from megatron_mhar.data.dataset import build_datasets, check_data, data_identity, micro_batches
+from megatron_mhar.errors import UserError
 from megatron_mhar.model.build import build_model, resolve_layers
 from megatron_mhar.model.observe import record_routing
 from megatron_mhar.model.stack import RoutedStack
@@ -37,6 +39,8 @@ from megatron_mhar.train.distributed import (
     check_layout,
     data_parallel_mean,
     initialize,
+    local_rank,
+    on_every_rank,
     on_first_rank,
     rank,
     shut_down,
@@ -57,19 +61,22 @@ def train(config: RunConfig) -> RunSummary | None:
         The run's summary on rank 0 once its last step is done; None on other ranks, or if it stopped before.
 
     Raises:
-        UserError: config, data, layout and folder do not fit. Nothing has been written then.
+        UserError: config, data, layout and folder do not fit, and nothing has been written then; or a data file or
+            the disk fails on the way.
     """
     check_layout(config, world_size())
-    check_data(config)
     resolve_layers(config.model.layers)
     device = initialize(config)
     try:
+        # Every machine must have the files; one process of each reads them.
+        found = on_every_rank(lambda: check_data(config) if local_rank() == 0 else {})
+        digests = on_first_rank(lambda: found)
         folder = RunFolder(config)
-        start = on_first_rank(folder.prepare)
-        finished = on_first_rank(folder.finished)
         with ExitStack() as stack:
             first = rank() == 0
-            stack.enter_context(folder.locked() if first else nullcontext())
+            on_first_rank(lambda: stack.enter_context(folder.locked()))
+            finished = on_first_rank(folder.finished)
+            start = on_first_rank(lambda: folder.prepare(digests))
             stack.enter_context(
                 progress := ProgressLog(folder.files.log if first else None, total=config.training.steps, start=start)
             )
@@ -77,7 +84,7 @@ def train(config: RunConfig) -> RunSummary | None:
                 logger.info("%s: finished at step %d already", folder.path, finished.steps)
                 return finished if first else None
             tracker = stack.enter_context(_tracker(config, folder)) if first else None
-            summary = Trainer(config, folder, device, progress, tracker).run(start)
+            summary = Trainer(config, folder, device, progress, tracker, digests).run(start)
             return summary if first else None
     finally:
         shut_down()
@@ -102,16 +109,23 @@ class Trainer:
         device: this rank's device.
         progress: bar and log.
         tracker: where metrics go; rank 0 alone has one.
+        digests: of the data files, as check_data gives them.
     """
 
     def __init__(
-        self, config: RunConfig, folder: RunFolder, device: torch.device, progress: ProgressLog, tracker: Tracker | None
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        device: torch.device,
+        progress: ProgressLog,
+        tracker: Tracker | None,
+        digests: Mapping[str, str] | None = None,
     ) -> None:
         self.config, self.folder, self.device, self.progress, self.tracker = config, folder, device, progress, tracker
         self.model = wrap(config, build_model(config))
         self.optimizer = Optimizer(config, self.model)
         connect(self.model, self.optimizer)
-        self.train_set, self.valid_set = build_datasets(config, folder.files.index)
+        self.train_set, self.valid_set = build_datasets(config, folder.files.index, digests)
         self.data_parallel = parallel_state.get_data_parallel_world_size()
         self.forward_backward = get_forward_backward_func()
         self.speeds: list[float] = []
@@ -141,6 +155,7 @@ class Trainer:
                 loss, norm = self.train_step(batches)
                 pending.append((loss, norm))
                 step += 1
+                self.progress.step(step)
                 stopping = any_rank(self.stop_signal is not None)
                 evaluates = step % self.config.evaluation.interval == 0 or step == training.steps
                 saves = step % self.config.checkpoint.interval == 0 or step == last or stopping
@@ -159,9 +174,11 @@ class Trainer:
                 if stopping:
                     break
         if step < training.steps:
-            reason = f"signal {self.stop_signal}" if self.stop_signal else "stop_after" if step == last else "a rank"
+            reason = f"signal {self.stop_signal}" if self.stop_signal else "stop_after" if step >= last else "a rank"
             logger.info("stopped by %s after step %d, saved at step %d; the same command goes on", reason, step, saved)
             return None
+        if start == step and self.valid_set is not None:
+            self._evaluate(step)  # the run was ended between its last checkpoint and its summary
         return self._finish(step)
 
     def train_step(self, batches: Iterator[dict[str, Tensor]]) -> tuple[Tensor, float]:
@@ -214,7 +231,8 @@ class Trainer:
         return float(data_parallel_mean(torch.stack([entry["loss"] for entry in losses]).mean()))
 
     def _batches(self, dataset: Any, start: int, stop: int) -> Iterator[dict[str, Tensor]]:
-        return micro_batches(
+        """Micro-batches of this rank; a UserError of one rank ends all of them, at the start of a global batch."""
+        batches = micro_batches(
             dataset,
             start=start,
             stop=stop,
@@ -225,6 +243,10 @@ class Trainer:
             num_workers=self.config.data.num_workers,
             vocab_size=self.config.model.vocab_size,
         )
+        training = self.config.training
+        count = training.global_batch_size // training.micro_batch_size // self.data_parallel
+        while chunk := on_every_rank(lambda: list(islice(batches, count))):
+            yield from chunk
 
     def _announce(self) -> None:
         residual = self.config.residual
@@ -260,7 +282,7 @@ class Trainer:
                 }
             if self.tracker is not None:
                 self.tracker.log(number, metrics)
-        self.progress.step(step, loss=losses[-1], tokens_per_second=speed)
+        self.progress.report(loss=losses[-1], tokens_per_second=speed)
         logger.info("step %d/%d  loss %.4f  gradient norm %.3f  %s tokens/s", step, training.steps, losses[-1],
                     pending[-1][1], f"{speed:,.0f}")  # fmt: skip
         if not math.isfinite(losses[-1]):
@@ -280,8 +302,6 @@ class Trainer:
         torch.distributed.all_reduce(parameters)
         if rank() != 0:
             return None
-        if self.routing is not None:
-            self.routing.write(self.folder.files.routing)
         history = load_metrics(self.folder.files.journal)
         evaluations = [value for _, value in history.get("valid/loss", [])]
         speeds = [value for _, value in history.get("train/tokens_per_second", [])] or self.speeds
@@ -300,7 +320,15 @@ class Trainer:
             routing_backend=resolve_backend(self.config.residual.backend, self.device),
             data_sha256=data_identity(self.config),
         )
-        summary.write(self.folder.files.summary)
+        try:
+            if self.routing is not None:
+                self.routing.write(self.folder.files.routing)
+            summary.write(self.folder.files.summary)
+        except OSError as error:
+            raise UserError(
+                f"{self.folder.files.summary}: cannot be written ({error.strerror or error}); the last checkpoint is "
+                "whole. Once this is mended, the same command writes it"
+            ) from error
         logger.info("finished: %s", self.folder.files.summary)
         return summary
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 from megatron_mhar.config.load import dump_config, flatten, load_config
 from megatron_mhar.config.schema import RunConfig
@@ -29,33 +32,66 @@ class RunFolder:
         self.path = config.run_dir
         self.files = RunFiles(self.path)
 
-    def prepare(self) -> int:
-        """Make the folder, or check that this run may go on in it. Called by rank 0 alone.
+    def prepare(self, digests: Mapping[str, str] | None = None) -> int:
+        """Make the folder, or check that this run may go on in it. Called by rank 0 alone, with the folder locked.
+
+        Args:
+            digests: of each data file by its name in the config, as check_data gives them.
 
         Returns:
             Step of the newest complete checkpoint, 0 without one.
 
         Raises:
-            UserError: the folder cannot be written, belongs to another config, or is in use.
+            UserError: the folder cannot be written, or belongs to a run of another config or of other data.
         """
+        digests = digests or {}
+        contents = json.dumps([digests[file] for file in self.config.data.train if file in digests], indent=1)
+        with self._made():
+            steps = checkpoint_steps(self.files.checkpoints)
+            if steps or (self.files.journal.is_file() and self.files.journal.stat().st_size):
+                # A run that failed before its first step is no run yet.
+                self._refuse_another_run()
+                if self.files.data.is_file() and digests and self.files.data.read_text() != contents:
+                    raise UserError(
+                        f"{self.path}: was trained on other data: the contents of data.train "
+                        f"({', '.join(self.config.data.train)}) have changed since. Bring the files back, give this "
+                        "run another name=..., or remove the folder"
+                    )
+            write_whole(self.files.config, dump_config(self.config))
+            if digests:
+                write_whole(self.files.data, contents)
+            remove_partial(self.files.checkpoints)
+        return steps[-1] if steps else 0
+
+    @contextmanager
+    def _made(self) -> Iterator[None]:
+        """Within the context the folder is there and can be written; if not, nothing is left of it."""
+        missing: list[Path] = []
         try:
+            for folder in (self.path, *self.path.parents):
+                if folder.exists():
+                    break
+                missing.append(folder)
             self.path.mkdir(parents=True, exist_ok=True)
             probe = self.path / ".writable"
             probe.write_text("")
             probe.unlink()
+            yield
         except OSError as error:
+            for folder in missing:
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
             raise UserError(
                 f"{self.path}: the run folder cannot be written ({error.strerror}); "
                 "choose another by output_dir=... or name=..."
             ) from error
-        if self.files.config.exists():
-            self._refuse_another_run()
-        write_whole(self.files.config, dump_config(self.config))
-        remove_partial(self.files.checkpoints)
-        steps = checkpoint_steps(self.files.checkpoints)
-        return steps[-1] if steps else 0
 
     def _refuse_another_run(self) -> None:
+        if not self.files.config.is_file():
+            raise UserError(
+                f"{self.path}: holds a run without its config.yaml; bring it back, give this run another name=..., "
+                "or remove the folder"
+            )
         earlier, now = flatten(load_config(self.files.config)), flatten(self.config)
         changed = [
             f"{key}: {earlier.get(key)!r} there, {value!r} given"
@@ -77,18 +113,24 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the folder for this process.
+        """Make the folder where it is missing, and hold it for this process.
 
         Raises:
-            UserError: another process trains in it.
+            UserError: another process trains in it, or it cannot be written.
         """
-        with (self.path / ".lock").open("w") as file:
+        with self._made():
+            file = (self.path / ".lock").open("a+")
+        with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise UserError(f"{self.path}: another process is training in this folder") from None
+                file.seek(0)
+                holder = file.read().strip() or "unknown"
+                raise UserError(f"{self.path}: another process is training in this folder ({holder})") from None
             except OSError:
                 pass  # some network file systems have no locks
-            file.write(f"{os.getpid()}\n")
-            file.flush()
+            with contextlib.suppress(OSError):  # a full disk is told by what must be written
+                file.truncate(0)
+                file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
+                file.flush()
             yield

@@ -1,7 +1,11 @@
-"""Routed stacks in megatron-core's HybridModel, on one rank."""
+"""Routed stacks in megatron-core's HybridModel, on one rank; on a GPU where there is one.
+
+``.cuda()`` stands for "this run's device": without a GPU it does nothing, see megatron_mhar.platform.
+"""
 
 import copy
 import gc
+import importlib.util
 import math
 import warnings
 import weakref
@@ -15,15 +19,34 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 DATA = "unused"
 
 
-def build(tmp_path, residual, **sections):
+def build(tmp_path, residual, *, layers="local", **sections):
     from megatron_mhar.model.build import build_model
 
+    sections["model"] = {"layers": layers, **sections.get("model", {})}
     return build_model(tiny_run(DATA, tmp_path, residual=residual, **sections))
+
+
+def transformer_engine_runs():
+    """Whether this machine has Transformer Engine and a GPU for it."""
+    try:
+        return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+    except (ImportError, ValueError):
+        return False
+
+
+LAYERS = [
+    "local",
+    pytest.param(
+        "transformer_engine",
+        marks=pytest.mark.skipif(not transformer_engine_runs(), reason="needs a GPU and Transformer Engine"),
+    ),
+]
 
 
 def tokens(seed=1, batch=2, length=32):
     ids = torch.randint(1, 128, (batch, length + 1), generator=torch.Generator().manual_seed(seed))
-    return ids[:, :-1], torch.arange(length).expand(batch, length), ids[:, 1:]
+    positions = torch.arange(length).expand(batch, length)
+    return ids[:, :-1].contiguous().cuda(), positions.contiguous().cuda(), ids[:, 1:].contiguous().cuda()
 
 
 def loss_of(model, batch):
@@ -44,17 +67,18 @@ def disturb(model):
         for name, parameter in model.named_parameters():
             if "site." in name:
                 noise = torch.randn(parameter.shape, generator=generator(7, name, "cpu"))
-                parameter.add_(0.3 * noise.to(parameter.dtype))
+                parameter.add_(0.3 * noise.to(parameter))
     return model
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("method", ["delta", "delta_block", "delta_block_released"])
-def test_zero_gate_gives_the_baselines_bits(tmp_path, method, precision):
+@pytest.mark.parametrize("layers", LAYERS)
+def test_zero_gate_gives_the_baselines_bits(tmp_path, method, precision, layers):
     training = {"precision": precision}
     residual = METHODS[method] | {"gate_init": 0.0}
-    base = build(tmp_path, METHODS["baseline"], training=training)
-    delta = build(tmp_path, residual, training=training)
+    base = build(tmp_path, METHODS["baseline"], training=training, layers=layers)
+    delta = build(tmp_path, residual, training=training, layers=layers)
     state = dict(delta.named_parameters())
     for name, parameter in base.named_parameters():
         assert torch.equal(parameter, state[name])  # the same initial weights, whatever the method
@@ -221,7 +245,7 @@ def test_depth_parameters_by_name(tmp_path, method, precision):
             assert torch.equal(parameter, torch.full_like(parameter, value)), name
     for name, parameter in found.items():
         if name.endswith("mixing") and precision == "fp32":
-            assert 0.005 < (parameter - torch.eye(4)).std() < 0.04, name
+            assert 0.005 < (parameter.cpu() - torch.eye(4)).std() < 0.04, name
 
 
 def test_hyper_connection_noise_differs_by_layer_and_seed(tmp_path):
@@ -235,9 +259,10 @@ def test_hyper_connection_noise_differs_by_layer_and_seed(tmp_path):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_two_forwards_before_either_backward(tmp_path, method):
+@pytest.mark.parametrize("layers", LAYERS)
+def test_two_forwards_before_either_backward(tmp_path, method, layers):
     """Gradients do not depend on whether another micro-batch's forward lies between, nor on the order of backwards."""
-    model = disturb(build(tmp_path, METHODS[method]))
+    model = disturb(build(tmp_path, METHODS[method], layers=layers))
     first, second = tokens(1), tokens(2)
 
     def gradients():
@@ -467,7 +492,7 @@ def test_recorded_routing_is_the_mean_over_tokens(tmp_path):
         original = copy.copy(recorder)
 
         def spy(site, sources, query, norm_weight):
-            seen.append(depth_weights(sources, query, norm_weight, num_heads=4).mean((1, 2)))
+            seen.append(depth_weights(sources, query, norm_weight, num_heads=4).mean((1, 2)).cpu())
             original(site, sources, query, norm_weight)
 
         model.decoder.observer = spy
