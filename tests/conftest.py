@@ -20,7 +20,7 @@ METHODS = {  # one setting of every method, with its features on
 }
 
 
-def tiny_run(data: Path, output_dir: Path, **sections):
+def tiny_run(corpus: Path | str, output_dir: Path, **sections):
     """Config of a four-layer model of width 64; ``sections`` are merged over it, section by section."""
     from megatron_mhar.config.schema import RunConfig
 
@@ -35,7 +35,7 @@ def tiny_run(data: Path, output_dir: Path, **sections):
             "ffn_hidden_size": 96,
             "vocab_size": 128,
         },
-        "data": {"train": [f"{data}/train"], "valid": [f"{data}/valid"], "end_of_document": 0, "num_workers": 0},
+        "data": {"train": [f"{corpus}/train"], "valid": [f"{corpus}/valid"], "end_of_document": 0, "num_workers": 0},
         "optimizer": {"lr": 3e-3, "warmup_steps": 2},
         "training": {
             "steps": 8,

@@ -1,0 +1,118 @@
+"""The loop on one rank: accumulation, evaluation, what is logged."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_mhar.run_files import RunFiles
+from megatron_mhar.tracking.journal import load_metrics
+from tests.conftest import METHODS, tiny_run
+
+
+def train(config):
+    from megatron_mhar import platform
+
+    platform.setup(0)
+    from megatron_mhar.train.loop import train
+
+    train(config)
+    return load_metrics(RunFiles(config.run_dir).journal)
+
+
+@pytest.mark.parametrize("method", ["baseline", "mhar", "delta_block"])
+def test_accumulated_micro_batches_train_as_one_big_batch(tmp_path, corpus, method):
+    runs = [
+        train(tiny_run(corpus, tmp_path, name=f"micro{size}", residual=METHODS[method],
+                       training={"micro_batch_size": size}, optimizer={"z_loss": 1e-2}))
+        for size in (4, 2, 1)
+    ]  # fmt: skip
+    for other in runs[1:]:
+        for metric in ("train/loss", "valid/loss"):
+            expected = [v for _, v in runs[0][metric]]
+            assert [v for _, v in other[metric]] == pytest.approx(expected, abs=1e-5)
+        assert [v for _, v in other["train/grad_norm"]] == pytest.approx(
+            [v for _, v in runs[0]["train/grad_norm"]], rel=1e-3
+        )
+
+
+def test_it_learns(tmp_path, corpus):
+    """The corpus is a walk with three equally likely steps: ln 3 = 1.10 is the best there is, ln 128 = 4.85 a guess."""
+    for method in ("baseline", "mhar"):
+        config = tiny_run(
+            corpus, tmp_path, name=method, residual=METHODS[method], optimizer={"lr": 1e-2, "warmup_steps": 5},
+            training={"steps": 60, "global_batch_size": 8, "micro_batch_size": 8}, evaluation={"interval": 60},
+        )  # fmt: skip
+        metrics = train(config)
+        (_, loss) = metrics["valid/loss"][-1]
+        assert math.log(3) - 0.05 < loss < 2.5, method
+
+
+def test_z_loss_draws_the_partition_down(tmp_path, corpus):
+    """The reported loss is the cross entropy in both runs; with the z-loss the logits' partition ends nearer to one."""
+    from megatron_mhar import platform
+
+    platform.setup(0)
+    found = {}
+    for z_loss in (0.0, 0.1):
+        config = tiny_run(corpus, tmp_path, name=f"z{z_loss}", optimizer={"z_loss": z_loss, "lr": 1e-2})
+        found[z_loss] = train(config)
+    first = [run["train/loss"][0] for run in found.values()]
+    assert first[0] == first[1]  # not counted in what is reported
+    assert found[0.1]["train/grad_norm"][0][1] > found[0.0]["train/grad_norm"][0][1]
+
+
+def test_every_step_is_in_the_journal_whatever_the_interval(tmp_path, corpus):
+    every = train(tiny_run(corpus, tmp_path, name="every"))
+    seldom = train(tiny_run(corpus, tmp_path, name="seldom", training={"log_interval": 5}))
+    assert [s for s, _ in seldom["train/loss"]] == list(range(1, 9))
+    assert seldom["train/loss"] == every["train/loss"] and seldom["valid/loss"] == every["valid/loss"]
+    assert [s for s, _ in seldom["train/tokens_per_second"]] == [4, 5, 8]
+    assert seldom["train/tokens"][-1] == (8, 8 * 4 * 32)
+
+
+def test_evaluation_leaves_training_as_it_was(tmp_path, corpus):
+    often = train(tiny_run(corpus, tmp_path, name="often", evaluation={"interval": 1}, optimizer={"ema_decay": 0.5}))
+    once = train(tiny_run(corpus, tmp_path, name="once", evaluation={"interval": 8}, optimizer={"ema_decay": 0.5}))
+    assert often["train/loss"] == once["train/loss"]
+    assert often["valid/loss"][-1] == once["valid/loss"][-1] and len(often["valid/loss"]) == 8
+
+
+def test_the_average_is_what_is_evaluated(tmp_path, corpus):
+    plain = train(tiny_run(corpus, tmp_path, name="plain"))
+    nothing = train(tiny_run(corpus, tmp_path, name="nothing", optimizer={"ema_decay": 1 - 1e-9}))
+    assert plain["train/loss"] == nothing["train/loss"]
+    first = plain["train/loss"][0][1]
+    # An average that hardly moves stays at the initial weights, whose loss is a guess.
+    assert nothing["valid/loss"][-1][1] == pytest.approx(nothing["valid/loss"][0][1], abs=1e-4)
+    assert abs(nothing["valid/loss"][-1][1] - first) < 0.3 < first - plain["valid/loss"][-1][1] + 0.3
+
+
+def test_no_validation_files_no_validation(tmp_path, corpus):
+    metrics = train(tiny_run(corpus, tmp_path, data={"valid": []}))
+    assert "valid/loss" not in metrics and len(metrics["train/loss"]) == 8
+
+
+def test_bf16_follows_fp32(tmp_path, corpus):
+    runs = [train(tiny_run(corpus, tmp_path, name=p, residual=METHODS["mhar"], training={"precision": p}))
+            for p in ("fp32", "bf16")]  # fmt: skip
+    for (_, a), (_, b) in zip(*(run["train/loss"] for run in runs)):
+        assert a == pytest.approx(b, abs=0.02)
+
+
+def test_loader_workers_give_the_same_run(tmp_path, corpus):
+    runs = [train(tiny_run(corpus, tmp_path, name=f"w{n}", data={"num_workers": n})) for n in (0, 2)]
+    assert runs[0]["train/loss"] == runs[1]["train/loss"]
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_what_was_saved(tmp_path, corpus):
+    from megatron_mhar.train.checkpoint import checkpoint_steps
+
+    config = tiny_run(
+        corpus, tmp_path, optimizer={"lr": 1e20, "min_lr": 1e20, "clip_grad": 0.0, "warmup_steps": 0,
+                                     "schedule": "constant"}, checkpoint={"interval": 1}, training={"steps": 8},
+    )  # fmt: skip
+    with pytest.raises(Exception, match=r"(?i)nan|inf|finite"):
+        train(config)
+    assert checkpoint_steps(RunFiles(config.run_dir).checkpoints)
+    assert torch.isfinite(torch.tensor(load_metrics(RunFiles(config.run_dir).journal)["train/loss"][0][1]))
