@@ -88,7 +88,7 @@ class RunSummary(BaseModel):
 
     ``valid_loss`` is the mean of the last evaluations, in nats a token; losses are None without validation data.
     ``tokens_per_second`` is the median over the run, all ranks together; ``peak_memory_bytes`` that of the fullest
-    rank. ``data_sha256`` tells which corpus the run saw, where the corpus has a manifest.
+    rank. ``data_digests`` tells the contents of the data files apart.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -104,7 +104,7 @@ class RunSummary(BaseModel):
     peak_memory_bytes: int
     device: str
     routing_backend: str | None = None
-    data_sha256: dict[str, str] = {}
+    data_digests: dict[str, str] = {}
 
     @classmethod
     def read(cls, path: Path) -> Self:

@@ -5,11 +5,12 @@ Files, overrides and messages with file and line are the business of :mod:`megat
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
 from megatron_mhar.depth.residual import ResidualConfig, problem
@@ -19,6 +20,10 @@ class Section(BaseModel):
     """A group of keys. Unknown keys are refused; a built config never changes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+# A path without its ending; "~" is the home folder, as in a shell.
+FilePrefix = Annotated[str, AfterValidator(os.path.expanduser)]
 
 
 class ModelConfig(Section):
@@ -89,11 +94,11 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """Where packed tokens come from: Megatron .bin/.idx files, named without their ending."""
 
-    train: tuple[str, ...] = Field(min_length=1, description="training files (path without .bin/.idx)")
+    train: tuple[FilePrefix, ...] = Field(min_length=1, description="training files (path without .bin/.idx)")
     train_weights: tuple[float, ...] | None = Field(
         None, description="share of each training file; by size if not given"
     )
-    valid: tuple[str, ...] = Field((), description="validation files (path without .bin/.idx)")
+    valid: tuple[FilePrefix, ...] = Field((), description="validation files (path without .bin/.idx)")
     end_of_document: int = Field(ge=0, description="token id that joins documents in the packed stream")
     document_masks: bool = Field(False, description="attention and loss across document ends are always on")
     num_workers: int = Field(2, ge=0, description="loader processes a rank")
@@ -235,7 +240,7 @@ class RunConfig(Section):
     """A whole run."""
 
     name: str = Field(description="folder of the run below output_dir")
-    output_dir: Path = Path("runs")
+    output_dir: Annotated[Path, AfterValidator(Path.expanduser)] = Path("runs")
     model: ModelConfig
     residual: ResidualConfig = ResidualConfig()
     data: DataConfig
@@ -255,6 +260,12 @@ class RunConfig(Section):
     def _parts_fit(self) -> RunConfig:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
             raise problem("name", f"{self.name!r} given; allowed: letters, digits, '.', '_' and '-'")
+        for key, paths in (
+            ("output_dir", (self.output_dir,)), ("data.train", self.data.train), ("data.valid", self.data.valid)
+        ):  # fmt: skip
+            for path in paths:
+                if not str(path).isprintable():
+                    raise problem(key, f"{str(path)!r} given, but a path here has no control characters")
         try:
             self.residual.check(hidden_size=self.model.hidden_size, num_sublayers=len(self.model.layer_pattern))
         except PydanticCustomError as error:

@@ -121,11 +121,6 @@ def check_data(config: RunConfig) -> dict[str, str]:
     return digests
 
 
-def data_identity(config: RunConfig) -> dict[str, str]:
-    """SHA-256 of each .bin file of a run, where its corpus has a manifest."""
-    return {prefix: m.sha256[Path(prefix).name + ".bin"] for prefix, m in _manifests(config).items()}
-
-
 def _manifests(config: RunConfig) -> dict[str, CorpusManifest]:
     prefixes = (*config.data.train, *config.data.valid)
     return {p: load_manifest(Path(p).parent) for p in prefixes if (Path(p).parent / MANIFEST).is_file()}

@@ -106,7 +106,7 @@ def differences(runs: Sequence[Run]) -> list[str]:
         given = [values.get(key) for values in flat]
         if any(value != given[0] for value in given):
             lines.append(f"{key}: {_by_run(runs, given)}")
-    corpora = [run.summary.data_sha256 for run in runs]
+    corpora = [run.summary.data_digests for run in runs]
     if any(corpus != corpora[0] for corpus in corpora):
         lines.append("data: the files have the same names, but not the same contents")
     devices = [run.summary.device for run in runs]
@@ -132,7 +132,7 @@ def compare(runs: Sequence[Run]) -> Table:
         padding=(0, 1, 0, 0),
         show_edge=False,
         caption_style="dim",
-        caption=f"valid loss: nats a token, mean of the last {' or '.join(map(str, tails))} evaluations"
+        caption=f"valid loss: nats a token, {_tail(tails)}"
         + (f"; in brackets: against {runs[0].label}" if len(runs) > 1 else ""),
         caption_justify="left",
     )
@@ -156,6 +156,12 @@ def compare(runs: Sequence[Run]) -> Table:
             _memory(summary.peak_memory_bytes),
         )  # fmt: skip
     return table
+
+
+def _tail(lengths: Sequence[int]) -> str:
+    if list(lengths) == [1]:
+        return "the last evaluation"
+    return f"mean of the last {' or '.join(map(str, lengths))} evaluations"
 
 
 def _memory(size: int) -> str:

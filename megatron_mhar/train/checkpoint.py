@@ -8,8 +8,8 @@ names, layers by their global number, in a form that reshards.
 
 from __future__ import annotations
 
-import errno
 import os
+import queue
 import re
 import shutil
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_mhar.errors import UserError
@@ -26,6 +27,9 @@ from megatron_mhar.train.optimizer import Optimizer
 
 _NAME = re.compile(r"step_(\d+)")
 _PARTIAL = ".partial"
+# Saves here write from this process, so a plain queue does. For its asynchronous saves megatron-core starts a server
+# process, which the SIGTERM that ends a job also ends: the last save, the one that matters, would fail.
+filesystem_async._results_queue = queue.Queue()
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
@@ -65,10 +69,10 @@ def save(
 
     def refuse(error: BaseException) -> UserError:
         steps = checkpoint_steps(folder)
-        before = f"the one of step {steps[-1]} is whole" if steps else "there is none before it"
+        free = shutil.disk_usage(folder).free / 1e6
         return UserError(
-            f"{target}: the checkpoint cannot be written ({_reason(error)}); {before}. "
-            "Once this is mended, the same command goes on from there"
+            f"{target}: the checkpoint cannot be written ({_reason(error)}; {free:,.1f} MB are free there). "
+            f"Once this is mended, the same command goes on from step {steps[-1] if steps else 0}"
         )
 
     def begin() -> None:
@@ -111,10 +115,13 @@ def _reason(error: BaseException) -> str:
     """What went wrong on the disk, out of what megatron-core and torch have put around it."""
     if isinstance(error, CheckpointException) and error.failures:
         return _reason(next(iter(error.failures.values()))[0])
-    if isinstance(error, OSError) and error.errno:
-        return f"{os.strerror(error.errno)}, {errno.errorcode[error.errno]}"
-    inner = error.__cause__ or error.__context__
-    return _reason(inner) if inner is not None else f"{type(error).__name__}: {error}".splitlines()[0]
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if error.__cause__ is not None:
+        return _reason(error.__cause__)
+    if "Worker failure" in str(error):  # megatron-core's writers pass on no more than the class of their error
+        return "one of its files could not be written"
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def load(folder: Path, model: torch.nn.Module, optimizer: Optimizer, *, step: int) -> dict[str, Any]:
@@ -124,14 +131,16 @@ def load(folder: Path, model: torch.nn.Module, optimizer: Optimizer, *, step: in
         UserError: the checkpoint cannot be read or is of another model.
     """
     path = checkpoint_path(folder, step)
+    wanted = _state(model, optimizer, {}, loading=True)
     try:
-        state = dist_checkpointing.load(_state(model, optimizer, {}, loading=True), str(path))
-    except (CheckpointingException, CheckpointException, OSError, RuntimeError, KeyError, ValueError) as error:
+        state = dist_checkpointing.load(wanted, str(path))
+    except (Exception, CheckpointException) as error:  # there is no end to what a damaged file can raise
         cause: BaseException = error
         if isinstance(error, CheckpointException) and error.failures:
             cause = next(iter(error.failures.values()))[0]
+        reason = " ".join(f"{type(cause).__name__}: {cause}".split())
         raise UserError(
-            f"{path}: the checkpoint cannot be loaded ({type(cause).__name__}: {cause}); it is damaged or of another "
+            f"{path}: the checkpoint cannot be loaded ({reason[:300]}); it is damaged or of another "
             "model. Remove it, and the one before it is used"
         ) from error
     model.module.load_state_dict(state["model"])  # type: ignore[union-attr]

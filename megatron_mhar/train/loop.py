@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron_mhar import platform
 from megatron_mhar.config.load import flatten
 from megatron_mhar.config.schema import RunConfig
-from megatron_mhar.data.dataset import build_datasets, check_data, data_identity, micro_batches
+from megatron_mhar.data.dataset import build_datasets, check_data, micro_batches
 from megatron_mhar.errors import UserError
 from megatron_mhar.model.build import build_model, resolve_layers
 from megatron_mhar.model.observe import record_routing
@@ -122,6 +122,7 @@ class Trainer:
         digests: Mapping[str, str] | None = None,
     ) -> None:
         self.config, self.folder, self.device, self.progress, self.tracker = config, folder, device, progress, tracker
+        self.digests = digests or {}
         self.model = wrap(config, build_model(config))
         self.optimizer = Optimizer(config, self.model)
         connect(self.model, self.optimizer)
@@ -176,6 +177,8 @@ class Trainer:
         if step < training.steps:
             reason = f"signal {self.stop_signal}" if self.stop_signal else "stop_after" if step >= last else "a rank"
             logger.info("stopped by %s after step %d, saved at step %d; the same command goes on", reason, step, saved)
+            if self.tracker is not None:
+                self.tracker.close("KILLED")
             return None
         if start == step and self.valid_set is not None:
             self._evaluate(step)  # the run was ended between its last checkpoint and its summary
@@ -318,7 +321,7 @@ class Trainer:
             peak_memory_bytes=int(peak.item()),
             device=platform.device_name(),
             routing_backend=resolve_backend(self.config.residual.backend, self.device),
-            data_sha256=data_identity(self.config),
+            data_digests=dict(self.digests),
         )
         try:
             if self.routing is not None:

@@ -55,7 +55,7 @@ class ProgressLog:
         file.setFormatter(plain)
         self._restore.callback(file.close)
         console = Console(stderr=True)
-        if console.is_terminal:
+        if console.is_interactive:  # a terminal, and no dumb one
             terminal = RichHandler(
                 console=console, show_path=False, show_level=False, highlighter=None, log_time_format="%H:%M:%S"
             )

@@ -296,3 +296,10 @@ def test_yaml_mistakes_name_the_line(write: Write) -> None:
 def test_deep_nesting_is_an_error_not_a_crash(write: Write) -> None:
     path = write("deep.yaml", "name: " + "[" * 5000 + "]" * 5000 + "\n")
     assert message(path).startswith(f"{path}: not YAML: ")
+
+
+def test_home_folder_in_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = load_config(Path(__file__).parents[2] / "configs/demo/mhar.yaml", ["output_dir=~/runs", "data.train=[~/corpus/train]"])
+    assert config.output_dir == tmp_path / "runs"
+    assert config.data.train == (f"{tmp_path}/corpus/train",)

@@ -171,7 +171,7 @@ def test_a_token_outside_the_vocabulary_is_refused(config, tmp_path):
 
 def test_the_manifest_of_a_corpus_is_asked(files, tmp_path):
     """A corpus with a manifest knows its vocabulary and its end of document."""
-    from megatron_mhar.data.dataset import check_data, data_identity
+    from megatron_mhar.data.dataset import check_data
     from megatron_mhar.data.demo import CorpusManifest, CorpusSettings, SplitCounts
 
     counts = SplitCounts(documents=1, bytes=1, tokens=1)
@@ -184,5 +184,5 @@ def test_the_manifest_of_a_corpus_is_asked(files, tmp_path):
     with pytest.raises(UserError, match=r"model\.vocab_size: 128 given.*allowed: 300 or more"):
         check_data(tiny_run(tmp_path, tmp_path))
     fits = tiny_run(tmp_path, tmp_path, model={"vocab_size": 300})
-    check_data(fits)
-    assert data_identity(fits) == {f"{tmp_path}/train": "aa", f"{tmp_path}/valid": "bb"}
+    digests = check_data(fits)
+    assert set(digests) == {f"{tmp_path}/train", f"{tmp_path}/valid"} and len(set(digests.values())) == 2

@@ -196,3 +196,11 @@ def test_a_failed_run_is_marked_failed_and_keeps_its_journal(tmp_path, corpus, m
         train(config)
     assert len(load_metrics(RunFiles(config.run_dir).journal)["train/loss"]) == 3
     assert json.loads((config.run_dir / "tracking" / "job.json").read_text())["status"] == "FAILED"
+
+
+def test_a_stopped_run_is_marked_killed_and_running_again_finished(tmp_path, corpus):
+    job = tmp_path / "run" / "tracking" / "job.json"
+    train(tiny_run(corpus, tmp_path, training={"stop_after": 2}))
+    assert json.loads(job.read_text())["status"] == "KILLED"
+    train(tiny_run(corpus, tmp_path))
+    assert json.loads(job.read_text())["status"] == "FINISHED"
