@@ -76,9 +76,9 @@ def corpus(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
-def one_rank():
-    """Process groups of a single rank; every test starts from the same seed."""
+@pytest.fixture(scope="session")
+def groups():
+    """Process groups of a single rank, once for the session: gloo keeps the threads of groups that were left."""
     import torch
 
     from megatron_mhar import platform
@@ -87,13 +87,20 @@ def one_rank():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.core import parallel_state
-        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
         from megatron_mhar.train.distributed import shut_down
 
     torch.distributed.init_process_group(platform.BACKEND, store=torch.distributed.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
-    torch.manual_seed(0)
-    model_parallel_cuda_manual_seed(0)
     yield
     shut_down()
+
+
+@pytest.fixture
+def one_rank(groups):
+    """Process groups of a single rank; every test starts from the same seed."""
+    import torch
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    torch.manual_seed(0)
+    model_parallel_cuda_manual_seed(0)

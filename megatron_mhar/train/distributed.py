@@ -53,7 +53,14 @@ def check_layout(config: RunConfig, world: int) -> int:
 
 
 def initialize(config: RunConfig) -> torch.device:
-    """Join the other ranks, build megatron-core's process groups and seed this rank. Returns its device."""
+    """Join the other ranks, build megatron-core's process groups and seed this rank; groups that are there are used.
+
+    Returns:
+        This rank's device.
+
+    Raises:
+        UserError: there are fewer GPUs than ranks on this machine, or groups of another layout.
+    """
     if platform.HAS_GPU and local_rank() >= torch.cuda.device_count():
         raise UserError(
             f"rank {local_rank()} of this machine started, but it has {torch.cuda.device_count()} GPUs; "
@@ -68,10 +75,13 @@ def initialize(config: RunConfig) -> torch.device:
             torch.distributed.init_process_group(platform.BACKEND, store=store, rank=0, world_size=1, timeout=timeout)
         else:
             torch.distributed.init_process_group(platform.BACKEND, timeout=timeout)
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=config.parallel.tensor,
-        distributed_timeout_minutes=max(1, config.parallel.timeout_s // 60),
-    )
+    tensor = config.parallel.tensor
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tensor, distributed_timeout_minutes=max(1, config.parallel.timeout_s // 60)
+        )
+    elif (size := parallel_state.get_tensor_model_parallel_world_size()) != tensor:
+        raise UserError(f"parallel.tensor: {tensor} given, but this process has groups of tensor-parallel size {size}")
     if config.training.deterministic:
         platform.use_deterministic_algorithms()
     torch.manual_seed(config.training.seed)

@@ -66,6 +66,7 @@ def train(config: RunConfig) -> RunSummary | None:
     """
     check_layout(config, world_size())
     resolve_layers(config.model.layers)
+    alone = not torch.distributed.is_initialized()
     device = initialize(config)
     try:
         # Every machine must have the files; one process of each reads them.
@@ -87,7 +88,8 @@ def train(config: RunConfig) -> RunSummary | None:
             summary = Trainer(config, folder, device, progress, tracker, digests).run(start)
             return summary if first else None
     finally:
-        shut_down()
+        if alone:
+            shut_down()
 
 
 def _tracker(config: RunConfig, folder: RunFolder) -> Tracker:

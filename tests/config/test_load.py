@@ -300,6 +300,8 @@ def test_deep_nesting_is_an_error_not_a_crash(write: Write) -> None:
 
 def test_home_folder_in_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    config = load_config(Path(__file__).parents[2] / "configs/demo/mhar.yaml", ["output_dir=~/runs", "data.train=[~/corpus/train]"])
+    config = load_config(
+        Path(__file__).parents[2] / "configs/demo/mhar.yaml", ["output_dir=~/runs", "data.train=[~/corpus/train]"]
+    )
     assert config.output_dir == tmp_path / "runs"
     assert config.data.train == (f"{tmp_path}/corpus/train",)

@@ -9,11 +9,10 @@ from megatron_mhar.run_files import RunFiles
 from megatron_mhar.tracking.journal import load_metrics
 from tests.conftest import METHODS, tiny_run
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 
 def train(config):
-    from megatron_mhar import platform
-
-    platform.setup(0)
     from megatron_mhar.train.loop import train
 
     train(config)
@@ -50,9 +49,6 @@ def test_it_learns(tmp_path, corpus):
 
 def test_z_loss_draws_the_partition_down(tmp_path, corpus):
     """The reported loss is the cross entropy in both runs; with the z-loss the logits' partition ends nearer to one."""
-    from megatron_mhar import platform
-
-    platform.setup(0)
     found = {}
     for z_loss in (0.0, 0.1):
         config = tiny_run(corpus, tmp_path, name=f"z{z_loss}", optimizer={"z_loss": z_loss, "lr": 1e-2})

@@ -17,11 +17,10 @@ from megatron_mhar.tracking.journal import load_metrics
 from tests.conftest import METHODS, tiny_run
 from tests.launch import ROOT
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 
 def train(config):
-    from megatron_mhar import platform
-
-    platform.setup(0)
     from megatron_mhar.train.loop import train
 
     return train(config)
@@ -33,12 +32,10 @@ def final_state(config):
 
     from megatron_mhar.train.checkpoint import checkpoint_path, checkpoint_steps
 
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     folder = RunFiles(config.run_dir).checkpoints
     path = checkpoint_path(folder, checkpoint_steps(folder)[-1])
     tensors = dist_checkpointing.load_plain_tensors(str(path))
     common = dist_checkpointing.load_common_state_dict(str(path))
-    torch.distributed.destroy_process_group()
     return dict(leaves(tensors)), common
 
 
@@ -178,9 +175,6 @@ def test_metrics_reach_the_local_mlflow_store(tmp_path, corpus):
 
 
 def test_a_failed_run_is_marked_failed_and_keeps_its_journal(tmp_path, corpus, monkeypatch):
-    from megatron_mhar import platform
-
-    platform.setup(0)
     from megatron_mhar.train import loop
 
     config = tiny_run(corpus, tmp_path)
