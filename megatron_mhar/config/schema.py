@@ -203,8 +203,8 @@ class TrainingConfig(Section):
     micro_batch_size: PositiveInt = Field(description="sequences a forward on one rank")
     sequence_length: PositiveInt
     precision: Literal["bf16", "fp32"] = "bf16"
-    recompute: Literal["none", "selective"] = Field(
-        "none", description="selective recomputes core attention in the backward"
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none", description="recomputed in the backward: core attention (selective), every sublayer and its site (full)"
     )
     seed: int = Field(42, ge=0)
     log_interval: PositiveInt = Field(10, description="steps between log lines")

@@ -59,8 +59,10 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         pipeline_dtype=dtype,
         tensor_model_parallel_size=parallel.tensor,
         sequence_parallel=parallel.sequence,
-        recompute_granularity="selective" if training.recompute == "selective" else None,
+        recompute_granularity=None if training.recompute == "none" else training.recompute,
         recompute_modules=["core_attn"] if training.recompute == "selective" else None,
+        recompute_method="uniform" if training.recompute == "full" else None,
+        recompute_num_layers=1 if training.recompute == "full" else None,
         deterministic_mode=training.deterministic and platform.HAS_GPU,
         # Fusions are for where their kernels are: apex's or Transformer Engine's, and torch's compiler on a GPU.
         gradient_accumulation_fusion=platform.HAS_GPU and find_spec("fused_weight_gradient_mlp_cuda") is not None,

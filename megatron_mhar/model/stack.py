@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from megatron.core.enums import Fp8Recipe
+from megatron.core.extensions.transformer_engine import te_checkpoint
 from megatron.core.fp4_utils import get_fp4_context
 from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.tensor_parallel.random import checkpoint, get_cuda_rng_tracker
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import WrappedTensor, make_viewless_tensor
@@ -50,7 +52,8 @@ class RoutedStack(HybridStack):
 
     Raises:
         ValueError: the method does not fit the model, or the model asks for what a routed stack does not do (full
-            recomputation, multi-token prediction, fp32 residual connections, pipeline stages).
+            recomputation of more than a sublayer at once, multi-token prediction, fp32 residual connections, pipeline
+            stages).
     """
 
     def __init__(
@@ -113,21 +116,41 @@ class RoutedStack(HybridStack):
         outer, inner = self._quantization_contexts()
         history = DepthHistory(self.table, hidden_states, self.observer)
         with outer:
-            for layer in self.layers:
+            for index, layer in enumerate(self.layers):
+                arguments: dict[str, Any] = {"attention_mask": attention_mask, "packed_seq_params": packed_seq_params}
+                if isinstance(layer, TransformerLayer):
+                    arguments |= {"rotary_pos_emb": rotary_pos_emb, "padding_mask": padding_mask}
                 with inner(layer.layer_number - 1):
-                    arguments: dict[str, Any] = {
-                        "hidden_states": layer.site.read(history),
-                        "attention_mask": attention_mask,
-                        "packed_seq_params": packed_seq_params,
-                    }
-                    if isinstance(layer, TransformerLayer):
-                        arguments |= {"rotary_pos_emb": rotary_pos_emb, "padding_mask": padding_mask}
-                    output = layer(**arguments)
-                    layer.site.write(history, output[0] if isinstance(output, tuple) else output)
+                    output = self._sublayer(layer, arguments, layer.site.inputs(history), self._recomputes(index))
+                layer.site.write(history, output)
         out = self.final_site.read(history) if self.table.has_final_site else history.output()
         if hasattr(self, "final_norm"):
             out = self.final_norm(out)
         return make_viewless_tensor(inp=out, requires_grad=out.requires_grad, keep_graph=True)
+
+    def _recomputes(self, index: int) -> bool:
+        """Whether sublayer ``index`` of this stage is run again in the backward instead of keeping its activations.
+
+        Sources are kept once in any case, by autograd of whoever made them; a sublayer and its site are the unit.
+        """
+        if self.config.recompute_granularity != "full" or not self.training:
+            return False
+        return self.config.recompute_method == "uniform" or index < self.config.recompute_num_layers
+
+    def _sublayer(self, layer: Any, arguments: dict[str, Any], inputs: tuple[Tensor, ...], recompute: bool) -> Tensor:
+        """Site and sublayer: what the site took out of the history in, the sublayer's output `[s, b, d]` out."""
+
+        def run(*inputs: Tensor) -> Tensor:
+            output = layer(hidden_states=layer.site.mix(*inputs), **arguments)
+            return output[0] if isinstance(output, tuple) else output
+
+        # Reentrant checkpoints of inputs without gradients would drop the parameters' gradients in silence.
+        if not recompute or not any(tensor.requires_grad for tensor in inputs):
+            return run(*inputs)
+        if self.config.fp8 or self.config.fp4:
+            # Transformer Engine's keeps its scaling state right when the forward is run twice.
+            return te_checkpoint(run, False, get_cuda_rng_tracker, self.pg_collection.tp, *inputs)
+        return checkpoint(run, False, *inputs)
 
     def _quantization_contexts(
         self,
@@ -145,7 +168,11 @@ class RoutedStack(HybridStack):
 
 def _refuse_unsupported(config: TransformerConfig, stack_arguments: dict[str, Any]) -> None:
     unsupported = {
-        "recompute_granularity 'full'": config.recompute_granularity == "full",
+        "recompute_method 'uniform' with recompute_num_layers above 1": (
+            config.recompute_granularity == "full"
+            and config.recompute_method == "uniform"
+            and config.recompute_num_layers != 1
+        ),
         "multi-token prediction": bool(config.mtp_num_layers) or stack_arguments.get("is_mtp_layer", False),
         "fp32_residual_connection": config.fp32_residual_connection,
         "pipeline parallelism": config.pipeline_model_parallel_size > 1,
