@@ -361,7 +361,9 @@ def test_recomputation_gives_the_same_gradients(tmp_path, method, recompute, lay
         results.append({n: p.grad for n, p in model.named_parameters()})
     for name, gradient in results[0].items():
         # Bits may differ where two gradients meet in another order: the tied embedding's.
-        torch.testing.assert_close(results[1][name], gradient, rtol=1e-5, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            results[1][name], gradient, rtol=1e-5, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def kept_bytes(model):
