@@ -31,9 +31,10 @@ _installed = False
 def setup(local_rank: int) -> torch.device:
     """Prepare this process for megatron-core and return its device. May be called more than once."""
     if HAS_GPU:
-        torch.cuda.set_device(local_rank)
-        # TP with overlap needs one hardware queue, or a collective can wait behind the compute that waits for it.
+        # TP with overlap needs one hardware queue, or a collective can wait behind the compute that waits for it. It is
+        # read when the device is first used.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)
     _redirect_to_cpu()
     return torch.device("cpu")

@@ -1,27 +1,28 @@
 """What the README shows works as it stands there."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
-
-import pytest
-import torch
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_the_example_for_a_script_of_ones_own():
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len([line for line in code.splitlines() if line.strip()]) <= 21
-    names = {}
-    exec(compile(code, "README.md", "exec"), names)
-    ids = torch.arange(64).view(2, 32).cuda()
-    loss = names["model"](ids, ids, None, labels=ids).mean()
-    loss.backward()
-    assert torch.isfinite(loss)
-    queries = [n for n, _ in names["model"].named_parameters() if n.endswith("site.query")]
-    assert len(queries) == 25
+    """Both blocks in a fresh process, as a reader would paste them, and a step of training after them."""
+    setup, example = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len([line for line in example.splitlines() if line.strip()]) <= 21
+    use = """
+ids = torch.arange(64).view(2, 32).cuda()
+loss = model(ids, ids, None, labels=ids).mean()
+loss.backward()
+print(torch.isfinite(loss).item(), sum(n.endswith("site.query") for n, _ in model.named_parameters()))
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", setup + example + use], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.stdout.split() == ["True", "25"], done.stderr
 
 
 def test_named_files_and_commands_are_there():

@@ -32,7 +32,7 @@ def compare(run_dirs: tuple[Path, ...], out: Path | None) -> None:
     \b
     Examples:
       mhar compare runs/demo-baseline runs/demo-mhar --out runs/demo
-      mhar compare runs/100m-*
+      mhar compare runs/100m-baseline runs/100m-mhar runs/100m-attnres
     """
     from rich.console import Console
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import logging
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from itertools import groupby
@@ -25,6 +22,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from megatron_mhar.quiet import quiet_imports
 
 State = Literal["ok", "missing", "broken"]
 
@@ -106,23 +105,11 @@ def examine() -> list[Check]:
     checks = [*_machine(), *libraries]
     # What follows imports the core into this process: only when it is known not to crash.
     if all(check.state == "ok" for check in libraries if check.core):
-        with _quiet():
+        with quiet_imports():
             checks += _devices()
             checks += _run_here()
     order = ["machine", "core", "devices", "optional", "a run here uses"]
     return sorted(checks, key=lambda check: order.index(check.group))
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the warnings of torch and megatron-core about what is not there: that has rows here."""
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 def check_library(library: Library) -> Check:

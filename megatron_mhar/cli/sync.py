@@ -23,13 +23,17 @@ def sync(context: click.Context, run_dirs: tuple[Path, ...], uri: str | None, ti
 
     \b
     Examples:
-      mhar sync runs/mhar-100m
+      mhar sync runs/100m-mhar
       mhar sync runs/* --uri http://mlflow.example.org:5000
     """
+    from megatron_mhar.tracking.job import Files
     from megatron_mhar.tracking.sync import sync as sync_run
 
     left = False
     for run_dir in run_dirs:
+        if len(run_dirs) > 1 and not Files.of(run_dir).job.is_file():
+            click.echo(f"{run_dir}: no run of mhar train, passed over", err=True)
+            continue
         report = sync_run(run_dir, timeout_s=timeout_s, uri=uri)
         if report.error is None:
             click.echo(f"{run_dir}: {report.sent} metric values in MLflow run {report.run_id}")

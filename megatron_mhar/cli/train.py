@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
 from pathlib import Path
 
 import click
 
 from megatron_mhar.config.load import load_config
+from megatron_mhar.quiet import quiet_imports
 
 
 @click.command(short_help="Train a model from a config file; continue where the run stopped.")
@@ -23,15 +22,15 @@ def train(config: Path, overrides: tuple[str, ...]) -> None:
     \b
     Examples:
       mhar train configs/demo/mhar.yaml
-      mhar train configs/100m/mhar.yaml data.train=[data/anneal/train] training.micro_batch_size=8
-      torchrun --nproc-per-node 8 --no-python mhar train configs/1b/mhar.yaml parallel.tensor=2 parallel.sequence=true
+      mhar train configs/100m/mhar.yaml 'data.train=[/corpus/train]' 'data.valid=[/corpus/valid]'
+      torchrun --nproc-per-node 8 --no-python mhar train configs/1b/mhar.yaml parallel.tensor=2 parallel.sequence=true \
+        'data.train=[/corpus/train]' 'data.valid=[/corpus/valid]'
+
+    /corpus/train stands for the files /corpus/train.bin and .idx. Every key with its default and meaning:
+    megatron_mhar/config/schema.py; those of a run: its config.yaml.
     """
     settings = load_config(config, overrides)  # before torch is imported: a misspelt key is told at once
-    # Importing megatron-core warns of each optional library; `mhar doctor` and the run's first line say it better.
-    logging.disable(logging.WARNING)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet_imports():
         from megatron_mhar.train.loop import train as run
-    logging.disable(logging.NOTSET)
 
     run(settings)

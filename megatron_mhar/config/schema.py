@@ -100,7 +100,7 @@ class DataConfig(Section):
     )
     valid: tuple[FilePrefix, ...] = Field((), description="validation files (path without .bin/.idx)")
     end_of_document: int = Field(ge=0, description="token id that joins documents in the packed stream")
-    document_masks: bool = Field(False, description="attention and loss across document ends are always on")
+    document_masks: bool = Field(False, description="not supported: attention and loss cross the ends of documents")
     num_workers: int = Field(2, ge=0, description="loader processes a rank")
 
     @model_validator(mode="after")

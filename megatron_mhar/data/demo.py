@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megatron_mhar.data.sources import TextFile, installed_packages, installed_text_files, read_documents
 from megatron_mhar.errors import UserError
+from megatron_mhar.quiet import quiet_imports
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -372,8 +372,7 @@ def _write(prefix: Path, texts: Sequence[str], tokenizer: Tokenizer) -> tuple[in
 
     from megatron_mhar.data.tokenizer import END_OF_DOCUMENT_ID
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what megatron-core lacks for training does not matter here
+    with quiet_imports():
         from megatron.core.datasets.indexed_dataset import (
             DType,
             IndexedDatasetBuilder,

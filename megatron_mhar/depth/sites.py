@@ -3,15 +3,15 @@
 Sublayers are numbered t = 0, 1, ... (attention, MLP, attention, ...). Site t stands before sublayer t; replacement
 methods have a final site, before the final norm. With o_t the output of sublayer t and e the embedding:
 
-    attnres, mhar         site t reads e, o_0 ... o_{t-1}
-    *_block               e, the sums d_0 ... d_{k-1} of the closed blocks, and block k's open sum if not empty
-    delta                 null, e, o_0 ... o_{t-1}
-    delta_block           null, e, d_0 ... d_{k-1} (the open block is not read)
-    delta_block, released null, and the entries made so far; entry k is made at the first sublayer of block k, of the
-                          stream less the last entry, and is read from the block's second sublayer on
+    attnres, mhar              site t reads e, o_0 ... o_{t-1}
+    attnres_block, mhar_block  e, the sums d_0 ... d_{k-1} of the closed blocks, and block k's open sum if not empty
+    delta                      [null], e, o_0 ... o_{t-1}
+    delta_block                [null], e, d_0 ... d_{k-1} (the open block is not read)
+    delta_block, released      null, and the entries made so far; entry k is made at the first sublayer of block k, of
+                               the stream less the last entry, and is read from the block's second sublayer on
     baseline, hyper_connections: no site reads a source, the stream is all there is
 
-(MHAR section 3; Attention Residuals section 4 for blocks; Delta Attention Residuals for the delta form.)
+(MHAR, arXiv 2607.27230; Attention Residuals, arXiv 2603.15031; Delta Attention Residuals, Luo, Cai and Hu 2026.)
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ EMBEDDING = Source("embedding")
 class DepthTable:
     """Sources of every site of a model with ``num_sublayers`` sublayers.
 
-    Everything else that layers, recomputation and pipeline stages ask (what a sublayer's output becomes, what is still
-    needed after it) is read off the same table.
+    What a sublayer's output becomes and what is still needed after it are read off the same table.
     """
 
     config: ResidualConfig

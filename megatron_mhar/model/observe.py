@@ -14,7 +14,15 @@ from megatron_mhar.model.stack import RoutedStack
 from megatron_mhar.routing import depth_weights
 from megatron_mhar.run_files import RoutingMap
 
-SUBLAYER_NAMES = {"*": "attention", "-": "MLP", "E": "MoE", "M": "Mamba", "G": "gated delta net"}
+SUBLAYER_NAMES = {
+    "*": "attention",
+    "-": "MLP",
+    "E": "MoE",
+    "M": "Mamba",
+    "G": "gated delta net",
+    "D": "DSA",
+    "+": "MLA",
+}
 
 
 def _column(source: Source) -> str:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
@@ -32,7 +33,7 @@ from megatron_mhar.model.norm import RMSNorm
 from megatron_mhar.model.stack import RoutedStack, sublayer_output
 
 Layers = Literal["local", "transformer_engine"]
-BIAS_DROPOUT_ADD_FIELDS = ("self_attn_bda", "mlp_bda", "mamba_bda")
+BIAS_DROPOUT_ADD_FIELDS = ("self_attn_bda", "cross_attn_bda", "mlp_bda", "mamba_bda")
 
 
 def routed_stack_spec(
@@ -52,7 +53,7 @@ def routed_stack_spec(
             as they are, but that a sublayer's output is not added to its input inside the layer.
         qk_layernorm: norms on query and key heads ("local" and "transformer_engine").
         num_experts: experts of MoE sublayers in "local" layers; without it the pattern can hold none.
-        final_norm: norm before the output layer; that of ``layers`` by default.
+        final_norm: norm before the output layer; by default Transformer Engine's for its layers, else our RMSNorm.
 
     Raises:
         ImportError: Transformer Engine layers are asked for and the library is not installed.
@@ -105,7 +106,7 @@ def _local_submodules(qk_layernorm: bool, num_experts: int | None) -> HybridStac
             submodules=TransformerLayerSubmodules(
                 pre_mlp_layernorm=RMSNorm,
                 mlp=get_moe_module_spec(use_te=False, num_experts=num_experts, moe_grouped_gemm=False),
-                mlp_bda=sublayer_output,
+                mlp_bda=get_bias_dropout_add,
             ),
         )
     return HybridStackSubmodules(
@@ -116,7 +117,7 @@ def _local_submodules(qk_layernorm: bool, num_experts: int | None) -> HybridStac
                 self_attention=ModuleSpec(
                     module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
                 ),
-                self_attn_bda=sublayer_output,
+                self_attn_bda=get_bias_dropout_add,
             ),
         ),
         mlp_layer=ModuleSpec(
@@ -124,7 +125,7 @@ def _local_submodules(qk_layernorm: bool, num_experts: int | None) -> HybridStac
             submodules=TransformerLayerSubmodules(
                 pre_mlp_layernorm=RMSNorm,
                 mlp=partial(MLP.as_mlp_submodule, submodules=mlp),
-                mlp_bda=sublayer_output,
+                mlp_bda=get_bias_dropout_add,
             ),
         ),
         **optional,

@@ -17,7 +17,7 @@ BACKENDS: dict[str, Callable[[Sequence[Tensor] | Tensor, Tensor, Tensor, int, fl
 
 
 def resolve_backend(backend: str, device: torch.device | str) -> str:
-    """Name of the backend that ``backend`` means on ``device``.
+    """Name of the backend that ``backend`` means on ``device``: "auto" is the fastest there is, so far one for all.
 
     Raises:
         ValueError: unknown backend.
@@ -48,7 +48,7 @@ def route(
         num_heads: H; H = 1 is attention residuals.
         eps: epsilon of the keys' RMSNorm.
         backend: "reference" (the definition), "torch" (saves for backward only the sources, the weights and one number
-            a source and token), or "auto", the fastest that the device has.
+            a source and token), or "auto", see :func:`resolve_backend`.
 
     Returns:
         `[..., d]` in the sources' dtype. Statistics, softmax and sums are fp32 (float64 for float64 sources).
@@ -66,8 +66,12 @@ def _check(sources: Sequence[Tensor] | Tensor, query: Tensor, norm_weight: Tenso
         raise ValueError(f"query and norm_weight must be [d]: {list(query.shape)} and {list(norm_weight.shape)} given")
     if num_heads < 1 or width % num_heads:
         raise ValueError(f"num_heads {num_heads} given, but it must be at least 1 and divide the width {width}")
+    if isinstance(sources, Tensor) and sources.dim() < 2:
+        raise ValueError(f"sources as one tensor must be [N, ..., d]: {list(sources.shape)} given")
     if len(sources) == 0:
         raise ValueError("no source given: a site reads at least one")
+    if any(s.dim() == 0 for s in sources):
+        raise ValueError(f"a source must be [..., {width}] or [{width}]: a number given")
     shapes = {tuple(s.shape) for s in sources if s.dim() != 1}
     if len(shapes) > 1 or any(s.shape[-1] != width for s in sources):
         raise ValueError(

@@ -7,8 +7,8 @@ Per source i, head h (slices of width K = d/H; qg = query * norm_weight; r_i = 1
     u[h]       = sum over i, tokens of dl_i[h] * r_i * s_i[h]      dquery = u * norm_weight, dnorm_weight = u * query
     ds_i       = a_i dout + r_i dl_i qg - s_i * r_i^3 / d * sum_h dl_i[h] < qg[h], s_i[h] >
 
-Head-wise dot products are matrix products with a block-diagonal `[d, H]` factor, so that no `[tokens, d]` temporary is
-written for them. Sums run in a fixed order: two runs give the same bits.
+Head-wise dot products with qg are matrix products with a block-diagonal `[d, H]` factor. Sums run in a fixed order: two
+runs give the same bits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_mhar.routing.reference import compute_dtype
+from megatron_mhar.routing.reference import compute_dtype, widest
 
 
 def _block_diagonal(vector: Tensor, num_heads: int) -> Tensor:
@@ -43,9 +43,10 @@ class _Route(torch.autograd.Function):
     ) -> Tensor:
         each: Sequence[Tensor] = sources[0] if stacked else sources  # type: ignore[assignment]
         rows = _rows(each)
-        dtype = compute_dtype(rows[0].dtype)
+        dtype = compute_dtype(each)
         factor = _block_diagonal(query.to(dtype) * norm_weight.to(dtype), num_heads)
-        tokens = max(x.shape[0] for x in rows)
+        like = widest(each)
+        tokens = like.numel() // like.shape[-1]
         logits = query.new_empty((len(rows), tokens, num_heads), dtype=dtype)
         inverse_rms = []
         for i, row in enumerate(rows):
@@ -59,8 +60,7 @@ class _Route(torch.autograd.Function):
             out.addcmul_(row.to(dtype).view(-1, *out.shape[1:]), weight.unsqueeze(-1))
         ctx.save_for_backward(query, norm_weight, weights, *inverse_rms, *sources)
         ctx.num_heads, ctx.stacked = num_heads, stacked
-        widest = max(each, key=Tensor.dim)  # the others are shared by all tokens
-        return out.view(widest.shape).to(widest.dtype)
+        return out.view(like.shape).to(like.dtype)
 
     @staticmethod
     @once_differentiable

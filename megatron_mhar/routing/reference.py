@@ -8,9 +8,14 @@ import torch
 from torch import Tensor
 
 
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+def widest(sources: Sequence[Tensor] | Tensor) -> Tensor:
+    """The source whose shape and dtype the output has: any but those that all tokens share."""
+    return max(sources, key=Tensor.dim)
+
+
+def compute_dtype(sources: Sequence[Tensor] | Tensor) -> torch.dtype:
     """Statistics, softmax and sums are fp32, whatever the storage type; float64 stays float64."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    return torch.float64 if widest(sources).dtype == torch.float64 else torch.float32
 
 
 def depth_weights(
@@ -28,7 +33,7 @@ def depth_weights(
     Returns:
         `[N, ..., H]` in fp32 (float64 for float64 sources); sums to one over N.
     """
-    dtype = compute_dtype(sources[0].dtype)
+    dtype = compute_dtype(sources)
     q = query.to(dtype).unflatten(-1, (num_heads, -1))  # [H, K]
     logits = []
     for source in sources:
@@ -48,4 +53,4 @@ def route_reference(
         for weight, source in zip(weights, sources, strict=True)
     )
     assert isinstance(out, Tensor)
-    return out.flatten(-2).to(max(sources, key=torch.Tensor.dim).dtype)
+    return out.flatten(-2).to(widest(sources).dtype)

@@ -26,6 +26,7 @@ import psutil
 from pydantic import BaseModel, ValidationError
 
 from megatron_mhar.errors import UserError
+from megatron_mhar.run_files import RunFiles
 from megatron_mhar.tracking.journal import read_journal
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class Files(NamedTuple):
         """The files of a run folder; nothing is made."""
         folder = run_dir / "tracking"
         return cls(
-            journal=run_dir / "metrics.jsonl",
+            journal=RunFiles(run_dir).journal,
             job=folder / "job.json",
             upload=folder / "upload.json",
             lock=folder / "lock",

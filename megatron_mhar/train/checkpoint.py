@@ -102,6 +102,9 @@ def save(
             raise refuse(error) from error
 
     on_first_rank(begin)
+    if model.ddp_config.overlap_param_gather:  # type: ignore[union-attr]
+        # The optimizer leaves the gather to the next forward: until then, a rank's weights are new in its shard alone.
+        model.start_param_sync(force_sync=True)  # type: ignore[operator]
     try:
         on_every_rank(write)
     except UserError:

@@ -132,6 +132,7 @@ class Trainer:
         self.data_parallel = parallel_state.get_data_parallel_world_size()
         self.forward_backward = get_forward_backward_func()
         self.speeds: list[float] = []
+        self.lr = self.optimizer.lr  # of the last step
         self.stop_signal: int | None = None
         self.routing: RoutingMap | None = None
 
@@ -158,6 +159,12 @@ class Trainer:
                 loss, norm = self.train_step(batches)
                 pending.append((loss, norm))
                 step += 1
+                if not math.isfinite(norm):  # of all gradients, and so the same on every rank
+                    self._report(step, pending, time.perf_counter() - mark)
+                    raise UserError(
+                        f"step {step}: the gradient norm is {norm}: the run has diverged. Nothing of this step is "
+                        f"saved, the newest checkpoint is of step {saved}"
+                    )
                 self.progress.step(step)
                 stopping = any_rank(self.stop_signal is not None)
                 evaluates = step % self.config.evaluation.interval == 0 or step == training.steps
@@ -205,6 +212,7 @@ class Trainer:
             micro_batch_size=training.micro_batch_size,
             forward_only=False,
         )
+        self.lr = self.optimizer.lr
         _, norm = self.optimizer.step()
         return torch.stack([entry["loss"] for entry in losses]).mean(), norm
 
@@ -268,6 +276,13 @@ class Trainer:
         """Parameters on this rank."""
         return sum(p.numel() for p in self.model.parameters())
 
+    def _own_parameters(self) -> int:
+        """Parameters that are counted on this rank, so that the sum over ranks counts each once."""
+        if parallel_state.get_data_parallel_rank() != 0:
+            return 0
+        first = parallel_state.get_tensor_model_parallel_rank() == 0
+        return sum(p.numel() for p in self.model.parameters() if first or getattr(p, "tensor_model_parallel", False))
+
     def _report(self, step: int, pending: list[tuple[Tensor, float]], seconds: float) -> None:
         """Log the steps since the last report; ``step`` is the last of them."""
         losses = data_parallel_mean(torch.stack([loss for loss, _ in pending])).tolist()
@@ -281,7 +296,7 @@ class Trainer:
             if number == step:
                 metrics |= {
                     "train/tokens_per_second": speed,
-                    "train/lr": self.optimizer.lr,
+                    "train/lr": self.lr,
                     "train/tokens": number * training.global_batch_size * training.sequence_length,
                     "train/peak_memory_bytes": platform.peak_memory_bytes(),
                 }
@@ -302,8 +317,7 @@ class Trainer:
     def _finish(self, step: int) -> RunSummary | None:
         peak = torch.tensor([platform.peak_memory_bytes()], dtype=torch.float64, device=self.device)
         torch.distributed.all_reduce(peak, torch.distributed.ReduceOp.MAX)
-        parameters = torch.tensor([self.num_parameters if parallel_state.get_data_parallel_rank() == 0 else 0],
-                                  device=self.device)  # fmt: skip
+        parameters = torch.tensor([self._own_parameters()], device=self.device)
         torch.distributed.all_reduce(parameters)
         if rank() != 0:
             return None
@@ -361,7 +375,7 @@ def wrap(config: RunConfig, model: HybridModel) -> DistributedDataParallel:
         use_distributed_optimizer=True,
         overlap_grad_reduce=config.parallel.overlap_grad_reduce,
         overlap_param_gather=config.parallel.overlap_param_gather,
-        check_for_nan_in_grad=True,
+        check_for_nan_in_grad=False,  # the loop looks at the norm of all of them, and all ranks end together
     )
     wrapped = DistributedDataParallel(model.config, settings, model)
     wrapped.broadcast_params()

@@ -70,6 +70,26 @@ def run(config):
     return result
 
 
+def stopped_and_resumed(corpus, folder, layout, parallel):
+    """Journal and summary of one whole bf16 run, and of one that is stopped between evaluations and goes on."""
+    from megatron_mhar.run_files import RunFiles
+    from megatron_mhar.tracking.journal import load_metrics
+    from megatron_mhar.train.loop import train
+
+    found = {}
+    for name, stops in (("whole", [None]), ("parts", [5, None])):
+        for stop_after in stops:
+            config = tiny_run(
+                corpus, folder, name=f"{layout}-{name}", residual=METHODS["mhar"], parallel=parallel,
+                model={"layers": "local"}, optimizer={"ema_decay": 0.9, "lr": 1e-2}, evaluation={"interval": 8},
+                training={"micro_batch_size": 1, "precision": "bf16", "stop_after": stop_after},
+            )  # fmt: skip
+            summary = train(config)
+        torch.distributed.barrier()
+        found[name] = load_metrics(RunFiles(config.run_dir).journal), summary
+    return found
+
+
 def main():
     out, corpus = Path(sys.argv[1]), Path(sys.argv[2])
     world = int(os.environ["WORLD_SIZE"])
@@ -89,6 +109,7 @@ def main():
                 training={"micro_batch_size": 1},
             )  # fmt: skip
             results[layout, method, qk_layernorm] = run(config)
+        results["resumed", layout] = stopped_and_resumed(corpus, out.parent, layout, parallel)
         parallel_state.destroy_model_parallel()
     if int(os.environ["RANK"]) == 0:
         torch.save(results, out)
