@@ -47,10 +47,11 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def _state(model: torch.nn.Module, optimizer: Optimizer, progress: dict[str, Any], *, loading: bool) -> dict[str, Any]:
-    weights = model.module.sharded_state_dict(metadata=_METADATA)  # type: ignore[operator,union-attr]
+    metadata = dict(_METADATA)  # megatron-core adds the process groups of now to it
+    weights = model.module.sharded_state_dict(metadata=metadata)  # type: ignore[operator,union-attr]
     return {
         "model": weights,
-        "optimizer": optimizer.megatron.sharded_state_dict(weights, is_loading=loading, metadata=_METADATA),
+        "optimizer": optimizer.megatron.sharded_state_dict(weights, is_loading=loading, metadata=metadata),
         "scheduler": optimizer.scheduler.state_dict(),
         "progress": progress,
     }
