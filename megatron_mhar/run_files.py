@@ -25,51 +25,18 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from megatron_mhar.errors import UserError
 
 
-@dataclass(frozen=True)
 class RunFiles:
-    """Paths in a run's folder."""
+    """Paths in the run folder ``folder``; what each holds stands above."""
 
-    folder: Path
-
-    @property
-    def config(self) -> Path:
-        """Resolved config."""
-        return self.folder / "config.yaml"
-
-    @property
-    def data(self) -> Path:
-        """Identity of the training files."""
-        return self.folder / "data.json"
-
-    @property
-    def log(self) -> Path:
-        """Plain log."""
-        return self.folder / "log.txt"
-
-    @property
-    def journal(self) -> Path:
-        """Every metric."""
-        return self.folder / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of checkpoints."""
-        return self.folder / "checkpoints"
-
-    @property
-    def index(self) -> Path:
-        """Folder of sample indices."""
-        return self.folder / "index"
-
-    @property
-    def routing(self) -> Path:
-        """Routing map."""
-        return self.folder / "routing.npz"
-
-    @property
-    def summary(self) -> Path:
-        """Summary of a finished run."""
-        return self.folder / "summary.json"
+    def __init__(self, folder: Path) -> None:
+        self.config = folder / "config.yaml"
+        self.data = folder / "data.json"
+        self.log = folder / "log.txt"
+        self.journal = folder / "metrics.jsonl"
+        self.checkpoints = folder / "checkpoints"
+        self.index = folder / "index"
+        self.routing = folder / "routing.npz"
+        self.summary = folder / "summary.json"
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_mhar.depth.history import DepthHistory, SiteObserver
 from megatron_mhar.depth.residual import ResidualConfig
 from megatron_mhar.depth.sites import DepthTable
-from megatron_mhar.model.site import RoutingSite, Site, build_site
+from megatron_mhar.model.site import RoutingSite, build_site
 
 BiasDropout = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
 
@@ -81,12 +81,6 @@ class RoutedStack(HybridStack):
             self.final_site = RoutingSite(config, residual)
         if self.post_process and post_layer_norm:
             self.final_norm = final_norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
-
-    @property
-    def sites(self) -> list[Site]:
-        """Sites of this stage in order, the final one last."""
-        final = [self.final_site] if hasattr(self, "final_site") else []
-        return [*(layer.site for layer in self.layers), *final]
 
     def forward(
         self,

@@ -15,10 +15,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.distributed import DistributedDataParallel
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_mhar.errors import UserError
@@ -46,9 +46,11 @@ def checkpoint_path(folder: Path, step: int) -> Path:
     return folder / f"step_{step:08d}"
 
 
-def _state(model: torch.nn.Module, optimizer: Optimizer, progress: dict[str, Any], *, loading: bool) -> dict[str, Any]:
+def _state(
+    model: DistributedDataParallel, optimizer: Optimizer, progress: dict[str, Any], *, loading: bool
+) -> dict[str, Any]:
     metadata = dict(_METADATA)  # megatron-core adds the process groups of now to it
-    weights = model.module.sharded_state_dict(metadata=metadata)  # type: ignore[operator,union-attr]
+    weights = model.module.sharded_state_dict(metadata=metadata)
     return {
         "model": weights,
         "optimizer": optimizer.megatron.sharded_state_dict(weights, is_loading=loading, metadata=metadata),
@@ -58,7 +60,13 @@ def _state(model: torch.nn.Module, optimizer: Optimizer, progress: dict[str, Any
 
 
 def save(
-    folder: Path, model: torch.nn.Module, optimizer: Optimizer, progress: dict[str, Any], *, step: int, keep: int
+    folder: Path,
+    model: DistributedDataParallel,
+    optimizer: Optimizer,
+    progress: dict[str, Any],
+    *,
+    step: int,
+    keep: int,
 ) -> Path:
     """Write the checkpoint of ``step`` and remove all but the newest ``keep`` complete ones. Called by all ranks.
 
@@ -103,9 +111,9 @@ def save(
             raise refuse(error) from error
 
     on_first_rank(begin)
-    if model.ddp_config.overlap_param_gather:  # type: ignore[union-attr]
+    if model.ddp_config.overlap_param_gather:
         # The optimizer leaves the gather to the next forward: until then, a rank's weights are new in its shard alone.
-        model.start_param_sync(force_sync=True)  # type: ignore[operator]
+        model.start_param_sync(force_sync=True)
     try:
         on_every_rank(write)
     except UserError:
@@ -128,7 +136,7 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def load(folder: Path, model: torch.nn.Module, optimizer: Optimizer, *, step: int) -> dict[str, Any]:
+def load(folder: Path, model: DistributedDataParallel, optimizer: Optimizer, *, step: int) -> dict[str, Any]:
     """Load the checkpoint of ``step`` and return its progress. Called by all ranks.
 
     Raises:
@@ -147,7 +155,7 @@ def load(folder: Path, model: torch.nn.Module, optimizer: Optimizer, *, step: in
             f"{path}: the checkpoint cannot be loaded ({reason[:300]}); it is damaged or of another "
             "model. Remove it, and the one before it is used"
         ) from error
-    model.module.load_state_dict(state["model"])  # type: ignore[union-attr]
+    model.module.load_state_dict(state["model"])
     optimizer.megatron.load_state_dict(state["optimizer"])
     optimizer.scheduler.load_state_dict(state["scheduler"])
     return dict(state["progress"])

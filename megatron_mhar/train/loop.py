@@ -130,6 +130,8 @@ class Trainer:
         connect(self.model, self.optimizer)
         self.train_set, self.valid_set = build_datasets(config, folder.files.index, digests)
         self.data_parallel = parallel_state.get_data_parallel_world_size()
+        # Of this rank, in a global batch.
+        self.micro_batches = config.training.global_batch_size // config.training.micro_batch_size // self.data_parallel
         self.forward_backward = get_forward_backward_func()
         self.speeds: list[float] = []
         self.lr = self.optimizer.lr  # of the last step
@@ -199,22 +201,29 @@ class Trainer:
         Returns:
             Mean loss of this rank's tokens (a tensor on the device, without the z-loss) and the gradient norm.
         """
-        training = self.config.training
         self.model.train()
         self.model.zero_grad_buffer()
         self.optimizer.megatron.zero_grad()
-        losses = self.forward_backward(
-            forward_step_func=partial(forward_step, z_loss=self.config.optimizer.z_loss),
-            data_iterator=batches,
-            model=[self.model],
-            num_microbatches=training.global_batch_size // training.micro_batch_size // self.data_parallel,
-            seq_length=training.sequence_length,
-            micro_batch_size=training.micro_batch_size,
-            forward_only=False,
-        )
+        loss = self._mean_loss(batches, global_batches=1, z_loss=self.config.optimizer.z_loss, forward_only=False)
         self.lr = self.optimizer.lr
         _, norm = self.optimizer.step()
-        return torch.stack([entry["loss"] for entry in losses]).mean(), norm
+        return loss, norm
+
+    def _mean_loss(
+        self, batches: Iterator[dict[str, Tensor]], *, global_batches: int, z_loss: float, forward_only: bool
+    ) -> Tensor:
+        """Run megatron-core's schedule over the next global batches; mean loss of this rank's tokens."""
+        training = self.config.training
+        losses = self.forward_backward(
+            forward_step_func=partial(forward_step, z_loss=z_loss),
+            data_iterator=batches,
+            model=[self.model],
+            num_microbatches=global_batches * self.micro_batches,
+            seq_length=training.sequence_length,
+            micro_batch_size=training.micro_batch_size,
+            forward_only=forward_only,
+        )
+        return torch.stack([entry["loss"] for entry in losses]).mean()
 
     @torch.no_grad()
     def evaluate(self, *, record: bool = False) -> float:
@@ -223,25 +232,16 @@ class Trainer:
         Args:
             record: also record the routing weights, into ``self.routing``.
         """
-        training = self.config.training
-        samples = self.config.evaluation.batches * training.global_batch_size
+        count = self.config.evaluation.batches
         assert self.valid_set is not None
-        batches = self._batches(self.valid_set, 0, samples)
+        batches = self._batches(self.valid_set, 0, count * self.config.training.global_batch_size)
         decoder = cast(RoutedStack, self.hybrid.decoder)
         self.model.eval()
         with self.optimizer.averaged_weights(), ExitStack() as stack:
             recorder = stack.enter_context(record_routing(decoder)) if record and decoder.table.num_sites else None
-            losses = self.forward_backward(
-                forward_step_func=partial(forward_step, z_loss=0.0),
-                data_iterator=batches,
-                model=[self.model],
-                num_microbatches=samples // training.micro_batch_size // self.data_parallel,
-                seq_length=training.sequence_length,
-                micro_batch_size=training.micro_batch_size,
-                forward_only=True,
-            )
+            loss = self._mean_loss(batches, global_batches=count, z_loss=0.0, forward_only=True)
             self.routing = recorder.result() if recorder else None
-        return float(data_parallel_mean(torch.stack([entry["loss"] for entry in losses]).mean()))
+        return float(data_parallel_mean(loss))
 
     def _batches(self, dataset: Any, start: int, stop: int) -> Iterator[dict[str, Tensor]]:
         """Micro-batches of this rank; a UserError of one rank ends all of them, at the start of a global batch."""
@@ -256,9 +256,7 @@ class Trainer:
             num_workers=self.config.data.num_workers,
             vocab_size=self.config.model.vocab_size,
         )
-        training = self.config.training
-        count = training.global_batch_size // training.micro_batch_size // self.data_parallel
-        while chunk := on_every_rank(lambda: list(islice(batches, count))):
+        while chunk := on_every_rank(lambda: list(islice(batches, self.micro_batches))):
             yield from chunk
 
     def _announce(self) -> None:
