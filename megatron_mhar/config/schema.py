@@ -10,10 +10,11 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
-from megatron_mhar.depth.residual import ResidualConfig, problem
+from megatron_mhar.depth.residual import SUBLAYERS_PER_LAYER, ResidualConfig, problem
+from megatron_mhar.pipeline.plan import even_stages
 
 
 class Section(BaseModel):
@@ -166,7 +167,20 @@ class ParallelConfig(Section):
     sequence: bool = Field(
         False, description="sequence parallelism: activations between sublayers cut along the sequence"
     )
-    pipeline: PositiveInt = Field(1, description="pipeline stages")
+    pipeline: PositiveInt = Field(1, description="pipeline-parallel size")
+    virtual_stages: PositiveInt = Field(1, description="stages of each pipeline rank; above 1 the schedule interleaves")
+    stage_sublayers: tuple[NonNegativeInt, ...] | None = Field(
+        None,
+        description="sublayers of each of the pipeline x virtual_stages stages, in order; the first (embedding) and the "
+        "last (loss) may have none. As even as whole layers allow if not given",
+    )
+    microbatch_group: PositiveInt | None = Field(
+        None, description="micro-batches a rank runs of one virtual stage before the next; the pipeline size by default"
+    )
+    history_cache: bool = Field(
+        True, description="a rank keeps the sources that it had for its later virtual stages; off, they are sent anew"
+    )
+    overlap_p2p: bool = Field(False, description="overlap messages between virtual stages with compute")
     context: PositiveInt = Field(1, description="context-parallel size")
     expert: PositiveInt = Field(1, description="expert-parallel size")
     fsdp: bool = Field(False, description="fully sharded data parallelism")
@@ -174,11 +188,16 @@ class ParallelConfig(Section):
     overlap_param_gather: bool = False
     timeout_s: PositiveInt = Field(600, description="seconds until a collective without an answer fails")
 
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages over all ranks."""
+        return self.pipeline * self.virtual_stages
+
     @model_validator(mode="after")
     def _supported(self) -> ParallelConfig:
         if self.sequence and self.tensor == 1:
             raise problem("sequence", "true given, but sequence parallelism needs tensor > 1")
-        for key in ("pipeline", "context", "expert"):
+        for key in ("context", "expert"):
             if getattr(self, key) != 1:
                 raise problem(
                     key, f"{getattr(self, key)} given, but {key} parallelism is not supported yet; allowed: 1"
@@ -189,6 +208,21 @@ class ParallelConfig(Section):
                 "true given, but FSDP is not supported: the distributed optimizer shards optimizer "
                 "states and the weights stay whole; allowed: false",
             )
+        if self.virtual_stages > 1 and self.pipeline == 1:
+            raise problem("virtual_stages", f"{self.virtual_stages} given, but virtual stages need pipeline > 1")
+        for key in ("microbatch_group", "overlap_p2p"):
+            if getattr(self, key) and self.virtual_stages == 1:
+                raise problem(key, f"{getattr(self, key)} given, but it exists for virtual_stages > 1")
+        if self.stage_sublayers is not None:
+            stages = ", ".join(map(str, self.stage_sublayers))
+            if len(self.stage_sublayers) != self.num_stages:
+                raise problem(
+                    "stage_sublayers",
+                    f"{stages} given, but pipeline {self.pipeline} x virtual_stages {self.virtual_stages} needs "
+                    f"{self.num_stages} numbers",
+                )
+            if 0 in self.stage_sublayers[1:-1]:
+                raise problem("stage_sublayers", f"{stages} given, but only the first and the last stage may have none")
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             raise problem("overlap_param_gather", "true given, but it needs overlap_grad_reduce: true")
         return self
@@ -204,11 +238,22 @@ class TrainingConfig(Section):
     sequence_length: PositiveInt
     precision: Literal["bf16", "fp32"] = "bf16"
     recompute: Literal["none", "selective", "full"] = Field(
-        "none", description="recomputed in the backward: core attention (selective), every sublayer and its site (full)"
+        "none", description="recomputed in the backward: core attention (selective), sublayers and their sites (full)"
     )
+    recompute_method: Literal["uniform", "block"] = Field(
+        "uniform", description="full only: all sublayers in runs of so many, or the first so many of each stage"
+    )
+    recompute_sublayers: PositiveInt = Field(1, description="full only: how many")
     seed: int = Field(42, ge=0)
     log_interval: PositiveInt = Field(10, description="steps between log lines")
     deterministic: bool = Field(False, description="bit-identical repeats on a GPU, at some speed")
+
+    @model_validator(mode="after")
+    def _recompute_fits(self) -> TrainingConfig:
+        for key in ("recompute_method", "recompute_sublayers"):
+            if self.recompute != "full" and getattr(self, key) != type(self).model_fields[key].default:
+                raise problem(key, f"{getattr(self, key)} given, but it exists for recompute: full")
+        return self
 
 
 class EvaluationConfig(Section):
@@ -252,6 +297,13 @@ class RunConfig(Section):
     tracking: TrackingConfig = TrackingConfig()
 
     @property
+    def stages(self) -> tuple[int, ...]:
+        """Sublayers of each pipeline stage."""
+        return self.parallel.stage_sublayers or even_stages(
+            len(self.model.layer_pattern), self.parallel.num_stages, SUBLAYERS_PER_LAYER
+        )
+
+    @property
     def run_dir(self) -> Path:
         """Everything the run writes lies here."""
         return self.output_dir / self.name
@@ -278,6 +330,19 @@ class RunConfig(Section):
                 raise problem(
                     "parallel.tensor", f"{parallel.tensor} given, but it must divide model.{key} {getattr(model, key)}"
                 )
+        sublayers = len(model.layer_pattern)
+        if sum(self.stages) != sublayers:
+            raise problem(
+                "parallel.stage_sublayers",
+                f"{', '.join(map(str, self.stages))} given, which are {sum(self.stages)} sublayers, but the model has "
+                f"{sublayers}",
+            )
+        if 0 in self.stages[1:-1]:
+            raise problem(
+                "parallel.pipeline",
+                f"{parallel.num_stages} stages given, but the model has {sublayers} sublayers: only the first and the "
+                "last stage may have none",
+            )
         if parallel.sequence and training.sequence_length % parallel.tensor:
             raise problem(
                 "parallel.tensor",

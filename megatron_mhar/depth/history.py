@@ -1,15 +1,17 @@
 """The depth history: the sources of one micro-batch on one stage.
 
-Ownership. A history is born in a stack's forward with the embedding, is handed from sublayer to sublayer, and dies with
-the forward; no module and no global keeps it, so any number of micro-batches may be in flight. It alone holds the
-sources: sites read them through :meth:`DepthHistory.sources`, the stack appends outputs through
-:meth:`DepthHistory.append`, and a source is let go after the last site that reads it (what backward needs stays with
-autograd). A source is never written to once it is in the history.
+Ownership. A history is born in a stack's forward with the embedding, or with what another stage sent, is handed from
+sublayer to sublayer, and dies with the forward; no module and no global keeps it, so any number of micro-batches may be
+in flight. It alone holds the sources: sites read them through :meth:`DepthHistory.sources`, the stack appends outputs
+through :meth:`DepthHistory.append`, and a source is let go after the last site that reads it (what backward needs stays
+with autograd). A source is never written to once it is in the history. :meth:`DepthHistory.state` and
+:meth:`DepthHistory.after` are the two ends of every cut through depth: between pipeline stages, and around sublayers
+that are run again in the backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -49,6 +51,47 @@ class DepthHistory:
             self._make_entry(0)
         elif table.num_sites:
             self._sources[EMBEDDING] = embedding
+
+    @classmethod
+    def after(
+        cls,
+        table: DepthTable,
+        sublayer: int,
+        state: Mapping[Source, Tensor],
+        observer: SiteObserver | None = None,
+    ) -> DepthHistory:
+        """History as it stands after ``sublayer`` (-1: before the first).
+
+        Args:
+            state: what :meth:`state` gave there, or of it what ``table.used_by`` names if no more is to be run.
+        """
+        if sublayer == -1:
+            return cls(table, state[EMBEDDING], observer)
+        history = cls.__new__(cls)
+        history.table, history.observer, history.next_site = table, observer, sublayer + 1
+        history.stream = state.get(Source("stream", sublayer))
+        history._open = state.get(Source("open", sublayer))
+        history._sources = {name: tensor for name, tensor in state.items() if name in table.last_read}
+        entries = [name for name in state if name.kind == "entry"]
+        history._last_entry = state[max(entries)] if entries else None
+        return history
+
+    def state(self, names: Sequence[Source] | None = None) -> dict[Source, Tensor]:
+        """All that the sublayers to come need, by name: ``table.state_after`` the last one that has run.
+
+        Args:
+            names: of them, only these.
+        """
+        names = self.table.state_after(self.next_site - 1) if names is None else names
+        return {name: self._tensor(name) for name in names}
+
+    def _tensor(self, name: Source) -> Tensor:
+        if name.kind == "stream" or self.next_site == 0:
+            tensor = self.stream if self.stream is not None else self._sources[EMBEDDING]
+        else:
+            tensor = self._open if name.kind == "open" else self._sources[name]
+        assert tensor is not None, name
+        return tensor
 
     def sources(self, null: Tensor | None = None) -> list[Tensor]:
         """Tensors that the next site reads, in the table's order.

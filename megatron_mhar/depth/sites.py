@@ -22,11 +22,14 @@ from typing import Literal, NamedTuple
 
 from megatron_mhar.depth.residual import BLOCK, DELTA, ROUTED, SUBLAYERS_PER_LAYER, ResidualConfig
 
-Kind = Literal["null", "embedding", "output", "block", "open", "entry"]
+Kind = Literal["null", "embedding", "output", "block", "open", "entry", "stream"]
 
 
 class Source(NamedTuple):
-    """Name of one source: what it is, and its number (sublayer of an output or open sum, block of a block or entry)."""
+    """Name of one source, or of the stream, which no site reads as a source but every stage hands on.
+
+    Its number is the sublayer after which an output, an open sum or a stream stands, the block of a block or entry.
+    """
 
     kind: Kind
     number: int = 0
@@ -111,24 +114,49 @@ class DepthTable:
         """Last site that reads each source; a source that no site reads is not in it."""
         return {source: site for site, sources in enumerate(self.reads) for source in sources}
 
-    def live_after(self, sublayer: int) -> tuple[Source, ...]:
-        """Sources that exist once ``sublayer`` has run and that a later site reads, in reading order.
+    def state_after(self, sublayer: int) -> tuple[Source, ...]:
+        """All that the sublayers after ``sublayer`` need of those up to it, each thing once.
 
-        Null sources belong to their sites and are not among them. ``sublayer`` -1 means: before the first.
+        Sources that a later site reads, in reading order, then the sum of an open block that no site reads, then the
+        stream. ``sublayer`` -1 means before the first: there every method has the embedding alone. Null sources belong
+        to their sites and are not among them.
         """
-        live: dict[Source, None] = {}
+        if sublayer == -1:
+            return (EMBEDDING,)
+        state: dict[Source, None] = {}
         for site in range(sublayer + 1, self.num_sites):
             for source in self.reads[site]:
                 if source != NULL and self.made_by(source) <= sublayer:
-                    live.setdefault(source)
-        return tuple(live)
+                    state.setdefault(source)
+        if self.block_sublayers is not None and not self.released and not self.closes_block(sublayer):
+            state.setdefault(Source("open", sublayer))
+        if self.keeps_stream:
+            state.setdefault(Source("stream", sublayer))
+        return tuple(state)
+
+    def used_by(self, first: int, stop: int) -> tuple[Source, ...]:
+        """Those of ``state_after(first - 1)`` that the sublayers ``first`` to ``stop - 1`` and their sites take in."""
+        read = {source for site in self.reads[first:stop] for source in site}
+        return tuple(
+            s for s in self.state_after(first - 1) if first == 0 or s in read or s.kind in ("open", "entry", "stream")
+        )
+
+    def made(self, first: int, stop: int) -> tuple[Source, ...]:
+        """Those of ``state_after(stop - 1)`` that were not in ``state_after(first - 1)``."""
+        before = set(self.state_after(first - 1))
+        return tuple(source for source in self.state_after(stop - 1) if source not in before)
+
+    def num_tensors(self, source: Source) -> int:
+        """How many `[s, b, d]` tensors ``source`` is: n for the stream of hyper-connections, else one."""
+        streams = source.kind == "stream" and self.config.method == "hyper_connections"
+        return self.config.num_streams if streams else 1
 
     def made_by(self, source: Source) -> int:
         """Sublayer after which ``source`` exists; -1 for what exists before the first."""
         match source.kind:
             case "null" | "embedding":
                 return -1
-            case "output" | "open":
+            case "output" | "open" | "stream":
                 return source.number
             case "block":
                 assert self.block_sublayers is not None

@@ -1,10 +1,11 @@
-"""From the run config to megatron-core: TransformerConfig and HybridModel."""
+"""From the run config to megatron-core: TransformerConfig and the HybridModels of a rank."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -59,10 +60,16 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         pipeline_dtype=dtype,
         tensor_model_parallel_size=parallel.tensor,
         sequence_parallel=parallel.sequence,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_stages if parallel.virtual_stages > 1 else None,
+        microbatch_group_size_per_vp_stage=parallel.microbatch_group,
+        deallocate_pipeline_outputs=True,
+        overlap_p2p_comm=parallel.overlap_p2p,
+        batch_p2p_comm=False,  # see HistoryCommunicator
         recompute_granularity=None if training.recompute == "none" else training.recompute,
         recompute_modules=["core_attn"] if training.recompute == "selective" else None,
-        recompute_method="uniform" if training.recompute == "full" else None,
-        recompute_num_layers=1 if training.recompute == "full" else None,
+        recompute_method=training.recompute_method if training.recompute == "full" else None,
+        recompute_num_layers=training.recompute_sublayers if training.recompute == "full" else None,
         deterministic_mode=training.deterministic and platform.HAS_GPU,
         # Fusions are for where their kernels are: apex's or Transformer Engine's, and torch's compiler on a GPU.
         gradient_accumulation_fusion=platform.HAS_GPU and find_spec("fused_weight_gradient_mlp_cuda") is not None,
@@ -74,28 +81,43 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
     )
 
 
-def build_model(config: RunConfig) -> HybridModel:
-    """Model of a run on this rank's device; process groups and seeds must be set."""
-    transformer, model = transformer_config(config), config.model
-    hybrid = HybridModel(
-        transformer,
-        routed_stack_spec(config.residual, layers=resolve_layers(model.layers), qk_layernorm=model.qk_layernorm),
-        vocab_size=model.vocab_size,
-        max_sequence_length=config.training.sequence_length,
-        hybrid_layer_pattern=model.layer_pattern,
-        position_embedding_type="rope",
-        rotary_base=model.rotary_base,
-        share_embeddings_and_output_weights=model.tie_embeddings,
-    )
-    if model.rope_scaling_factor is not None:
-        # HybridModel does not hand llama3's scaling on.
-        hybrid.rotary_pos_emb = RotaryEmbedding(
-            kv_channels=transformer.kv_channels,
-            rotary_percent=1.0,
+def build_models(config: RunConfig) -> list[HybridModel]:
+    """Model chunks of this rank, one a virtual stage, on its device; process groups and seeds must be set."""
+    transformer, model, parallel = transformer_config(config), config.model, config.parallel
+    spec = routed_stack_spec(config.residual, layers=resolve_layers(model.layers), qk_layernorm=model.qk_layernorm)
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    chunks = []
+    for chunk in range(parallel.virtual_stages):
+        stage = chunk * parallel.pipeline + rank
+        hybrid = HybridModel(
+            transformer,
+            spec,
+            vocab_size=model.vocab_size,
+            max_sequence_length=config.training.sequence_length,
+            hybrid_layer_pattern=_staged(model.layer_pattern, config.stages),
+            pre_process=stage == 0,
+            post_process=stage == parallel.num_stages - 1,
+            position_embedding_type="rope",
             rotary_base=model.rotary_base,
-            rope_scaling=True,
-            rope_scaling_factor=model.rope_scaling_factor,
-            cp_group=hybrid.pg_collection.cp,
+            share_embeddings_and_output_weights=model.tie_embeddings,
+            vp_stage=chunk if parallel.virtual_stages > 1 else None,
         )
-    initialize_weights(hybrid, seed=config.training.seed, std=model.init_std)
-    return hybrid
+        if model.rope_scaling_factor is not None:
+            # HybridModel does not hand llama3's scaling on.
+            hybrid.rotary_pos_emb = RotaryEmbedding(
+                kv_channels=transformer.kv_channels,
+                rotary_percent=1.0,
+                rotary_base=model.rotary_base,
+                rope_scaling=True,
+                rope_scaling_factor=model.rope_scaling_factor,
+                cp_group=hybrid.pg_collection.cp,
+            )
+        initialize_weights(hybrid, seed=config.training.seed, std=model.init_std)
+        chunks.append(hybrid)
+    return chunks
+
+
+def _staged(pattern: str, stages: tuple[int, ...]) -> str:
+    """Pattern with megatron-core's mark between stages: ("*-*-", (2, 2)) -> "*-|*-"."""
+    ends = [sum(stages[: stage + 1]) for stage in range(len(stages))]
+    return "|".join(pattern[end - size : end] for end, size in zip(ends, stages, strict=True))

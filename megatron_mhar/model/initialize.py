@@ -17,7 +17,12 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
 def global_name(model: HybridModel, name: str) -> str:
-    """A parameter's name with its layer's number over all pipeline stages, as in checkpoints."""
+    """A parameter's name in the whole model, as in checkpoints: its layer's number counts over all pipeline stages.
+
+    An output layer of its own stage that is tied to the embedding is the embedding.
+    """
+    if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
+        return "embedding.word_embeddings.weight"
     return _LAYER.sub(lambda m: f"decoder.layers.{model.decoder.layers[int(m[1])].layer_number - 1}.", name)
 
 
@@ -33,20 +38,22 @@ def initialize_weights(model: HybridModel, *, seed: int, std: float) -> None:
 
     Vectors (norms) keep what their modules gave them, and so do all parameters of residual sites.
     """
-    group = model.pg_collection.tp
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2 or ".site." in name:
             continue
         source = generator(seed, global_name(model, name), parameter.device)
-        dim = parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
         shape = list(parameter.shape)
-        if dim is not None:
-            shape[dim] *= group.size()
+        if getattr(parameter, "tensor_model_parallel", False):
+            shape[parameter.partition_dim] *= model.pg_collection.tp.size()
         whole = torch.randn(shape, generator=source, device=parameter.device) * std
-        gated = model.config.gated_linear_unit and name.endswith("linear_fc1.weight")
-        parameter.copy_(whole if dim is None else _part(whole, dim, group.rank(), group.size(), 2 if gated else 1))
+        parameter.copy_(tensor_parallel_part(model, name, parameter, whole))
 
 
-def _part(whole: Tensor, dim: int, rank: int, ranks: int, pieces: int) -> Tensor:
-    """Part of a rank: of each of ``pieces`` stacked matrices (gate and up projection) its own slice."""
-    return torch.cat([piece.chunk(ranks, dim)[rank] for piece in whole.chunk(pieces, dim)], dim)
+def tensor_parallel_part(model: HybridModel, name: str, parameter: Tensor, whole: Tensor) -> Tensor:
+    """This rank's part of what is a whole parameter on one rank, or of anything of its shape."""
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return whole
+    group, dim = model.pg_collection.tp, parameter.partition_dim
+    # Gate and up projection are stacked: a rank has a slice of each.
+    pieces = 2 if model.config.gated_linear_unit and name.endswith("linear_fc1.weight") else 1
+    return torch.cat([piece.chunk(group.size(), dim)[group.rank()] for piece in whole.chunk(pieces, dim)], dim)

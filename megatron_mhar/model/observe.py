@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor
 
 from megatron_mhar.depth.sites import DepthTable, Source
@@ -31,12 +32,17 @@ def _column(source: Source) -> str:
 
 
 class RoutingRecorder:
-    """Observer of a stack that sums its routing weights over tokens."""
+    """Observer of a rank's stacks that sums their routing weights over tokens.
 
-    def __init__(self, stack: RoutedStack) -> None:
+    Args:
+        stack: one of them.
+        pattern: layer symbols of the whole model.
+    """
+
+    def __init__(self, stack: RoutedStack, pattern: str) -> None:
         self.table: DepthTable = stack.table
         self.num_heads, self.eps = stack.residual.num_heads, stack.residual.eps
-        self.symbols = stack.layer_type_list
+        self.symbols = pattern
         self.columns = list(dict.fromkeys(_column(s) for site in self.table.reads for s in site))
         shape = (self.table.num_sites, self.num_heads, len(self.columns))
         self.sums = torch.zeros(shape, dtype=torch.float64)
@@ -66,11 +72,14 @@ class RoutingRecorder:
 
 
 @contextmanager
-def record_routing(stack: RoutedStack) -> Iterator[RoutingRecorder]:
-    """Within the context, every forward of ``stack`` adds to the recorder."""
-    recorder = RoutingRecorder(stack)
-    stack.observer = recorder
+def record_routing(models: Sequence[HybridModel]) -> Iterator[RoutingRecorder]:
+    """Within the context, every forward of a rank's model chunks adds to the recorder."""
+    stacks = [model.decoder for model in models]
+    recorder = RoutingRecorder(stacks[0], models[0].hybrid_layer_pattern.replace("|", ""))
+    for stack in stacks:
+        stack.observer = recorder
     try:
         yield recorder
     finally:
-        stack.observer = None
+        for stack in stacks:
+            stack.observer = None

@@ -14,8 +14,8 @@ from megatron_mhar.routing import route
 class Site(nn.Module):
     """What stands before a sublayer where nothing is learned: the input is the stream, the output is added to it.
 
-    A site takes tensors out of the history (:meth:`inputs`), makes the sublayer's input of them (:meth:`mix`, a pure
-    function, so that it can be run again in the backward), and gives the output back (:meth:`write`).
+    Reading is the module's forward, so that megatron-core's hooks see a site's parameters used (under parameter-gather
+    overlap they are not there before); :meth:`write` gives the sublayer's output back.
 
     The parameters of the subclasses are replicated over tensor-parallel ranks and held in ``config.params_dtype``.
     """
@@ -30,19 +30,10 @@ class Site(nn.Module):
         parameter.sequence_parallel = self._config.sequence_parallel  # type: ignore[attr-defined]
         return parameter
 
-    def inputs(self, history: DepthHistory) -> tuple[Tensor, ...]:
-        """Tensors that :meth:`mix` needs."""
-        assert history.stream is not None
-        return (history.stream,)
-
-    def mix(self, *inputs: Tensor) -> Tensor:
-        """Input `[s, b, d]` of the next sublayer."""
-        (stream,) = inputs
-        return stream
-
-    def read(self, history: DepthHistory) -> Tensor:
+    def forward(self, history: DepthHistory) -> Tensor:
         """Input `[s, b, d]` of the next sublayer, or of the final norm."""
-        return self.mix(*self.inputs(history))
+        assert history.stream is not None
+        return history.stream
 
     def write(self, history: DepthHistory, output: Tensor) -> None:
         """Take in the sublayer's output `[s, b, d]`."""
@@ -65,20 +56,13 @@ class RoutingSite(Site):
         self.gate = self._parameter(torch.full((1,), residual.initial_gate)) if residual.method in DELTA else None
         self.null_source = self._parameter(torch.zeros(width)) if residual.has_null_source else None
 
-    def inputs(self, history: DepthHistory) -> tuple[Tensor, ...]:
-        """The sources of this site; for delta, the stream before them."""
+    def forward(self, history: DepthHistory) -> Tensor:
+        """Routed sources `[s, b, d]`; for delta, stream + gate * routed sources."""
         site, sources = history.next_site, history.sources(self.null_source)
         if history.observer is not None:
             history.observer(site, sources, self.query, self.norm_weight)
-        if self.gate is None:
-            return tuple(sources)
-        assert history.stream is not None
-        return (history.stream, *sources)
-
-    def mix(self, *inputs: Tensor) -> Tensor:
-        """Routed sources `[s, b, d]`; for delta, stream + gate * routed sources."""
         routed = route(
-            inputs if self.gate is None else inputs[1:],
+            sources,
             self.query,
             self.norm_weight,
             num_heads=self.residual.num_heads,
@@ -87,8 +71,9 @@ class RoutingSite(Site):
         )
         if self.gate is None:
             return routed
+        assert history.stream is not None
         # One rounding; a zero gate leaves the stream's bits as they are.
-        return torch.addcmul(inputs[0], self.gate, routed)
+        return torch.addcmul(history.stream, self.gate, routed)
 
 
 class HyperConnectionSite(Site):
@@ -113,18 +98,13 @@ class HyperConnectionSite(Site):
         self.mixing = perturbed(torch.eye(n))
         self.beta = perturbed(torch.eye(n)[0])
 
-    def inputs(self, history: DepthHistory) -> tuple[Tensor, ...]:
-        """The n streams `[n, s, b, d]`, all of which are the embedding at first."""
+    def forward(self, history: DepthHistory) -> Tensor:
+        """Weighted sum `[s, b, d]` of the n streams `[n, s, b, d]`, all of which are the embedding at first."""
         assert history.stream is not None
         if history.next_site == 0:
             history.stream = history.stream.expand(self.num_streams, *history.stream.shape)
-        return (history.stream,)
-
-    def mix(self, *inputs: Tensor) -> Tensor:
-        """Weighted sum `[s, b, d]` of the streams."""
-        (streams,) = inputs
-        weights = self.alpha.float().softmax(0).to(streams.dtype)
-        return torch.tensordot(weights, streams, dims=1)
+        weights = self.alpha.float().softmax(0).to(history.stream.dtype)
+        return torch.tensordot(weights, history.stream, dims=1)
 
     def write(self, history: DepthHistory, output: Tensor) -> None:
         """Mix the streams and spread the output over them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,8 +21,9 @@ from torch import Tensor
 
 from megatron_mhar.depth.history import DepthHistory, SiteObserver
 from megatron_mhar.depth.residual import ResidualConfig
-from megatron_mhar.depth.sites import DepthTable
+from megatron_mhar.depth.sites import EMBEDDING, DepthTable
 from megatron_mhar.model.site import RoutingSite, build_site
+from megatron_mhar.pipeline.stage import Stage, State
 
 BiasDropout = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
 
@@ -50,10 +51,13 @@ class RoutedStack(HybridStack):
         final_norm: builder of the norm before the output layer, called as ``final_norm(config=, hidden_size=, eps=)``.
         post_layer_norm, kwargs: see HybridStack.
 
+    Attributes:
+        first_sublayer: number of this stage's first sublayer over the whole model.
+        stage: this stack's place in a pipeline, set by :func:`megatron_mhar.pipeline.connect_stages`.
+
     Raises:
-        ValueError: the method does not fit the model, or the model asks for what a routed stack does not do (full
-            recomputation of more than a sublayer at once, multi-token prediction, fp32 residual connections, pipeline
-            stages).
+        ValueError: the method does not fit the model, or the model asks for what a routed stack does not do
+            (multi-token prediction, fp32 residual connections).
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class RoutedStack(HybridStack):
         residual: ResidualConfig,
         final_norm: Callable[..., torch.nn.Module],
         post_layer_norm: bool = True,
+        pp_layer_offset: int = 0,
         **kwargs: Any,
     ) -> None:
         _refuse_unsupported(config, kwargs)
@@ -71,9 +76,12 @@ class RoutedStack(HybridStack):
             residual.check(hidden_size=config.hidden_size, num_sublayers=config.num_layers)
         except PydanticCustomError as error:
             raise ValueError(str(error)) from None  # megatron-core's builder raises it again by class and message
-        super().__init__(config, submodules, post_layer_norm=False, **kwargs)
+        super().__init__(config, submodules, post_layer_norm=False, pp_layer_offset=pp_layer_offset, **kwargs)
         self.residual = residual
         self.table = DepthTable(residual, config.num_layers)
+        self.first_sublayer = pp_layer_offset
+        self.stage: Stage | None = None
+        self._received: Tensor | None = None
         self.observer: SiteObserver | None = None  # set by probes for the length of a forward
         for layer in self.layers:
             layer.site = build_site(config, residual, layer.layer_number)
@@ -82,9 +90,15 @@ class RoutedStack(HybridStack):
         if self.post_process and post_layer_norm:
             self.final_norm = final_norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
 
+    def set_input_tensor(self, input_tensor: Tensor | None) -> None:
+        """Take what the stage before sent, `[k, s, b, d]`, for the next forward; None on the first stage."""
+        self._received = input_tensor
+        # HybridModel reads the sequence length off this attribute.
+        self.input_tensor = None if input_tensor is None else input_tensor.detach()[0]
+
     def forward(
         self,
-        hidden_states: Tensor | WrappedTensor,
+        hidden_states: Tensor | WrappedTensor | None,
         attention_mask: Tensor | None,
         inference_context: Any = None,
         rotary_pos_emb: Tensor | None = None,
@@ -93,13 +107,15 @@ class RoutedStack(HybridStack):
         packed_seq_params: Any = None,
         padding_mask: Tensor | None = None,
     ) -> Tensor:
-        """Run all sublayers on the embedding.
+        """Run this stage's sublayers.
 
         Args:
-            hidden_states: embedding `[s, b, d]` (`[s / tp, b, d]` under sequence parallelism).
+            hidden_states: on the first stage the embedding `[s, b, d]` (`[s / (tp * cp), b, d]` under sequence and
+                context parallelism); on others it is not read, see :meth:`set_input_tensor`.
 
         Returns:
-            `[s, b, d]`, normed if the stack has a final norm.
+            On the last stage `[s, b, d]`, normed if the stack has a final norm; on others what the next one receives,
+            `[k, s, b, d]`.
         """
         if inference_context is not None or inference_params is not None:
             raise ValueError(
@@ -107,44 +123,90 @@ class RoutedStack(HybridStack):
             )
         if isinstance(hidden_states, WrappedTensor):
             hidden_states = hidden_states.unwrap()
-        outer, inner = self._quantization_contexts()
-        history = DepthHistory(self.table, hidden_states, self.observer)
-        with outer:
-            for index, layer in enumerate(self.layers):
-                arguments: dict[str, Any] = {"attention_mask": attention_mask, "packed_seq_params": packed_seq_params}
-                if isinstance(layer, TransformerLayer):
-                    arguments |= {"rotary_pos_emb": rotary_pos_emb, "padding_mask": padding_mask}
-                with inner(layer.layer_number - 1):
-                    output = self._sublayer(layer, arguments, layer.site.inputs(history), self._recomputes(index))
-                layer.site.write(history, output)
-        out = self.final_site.read(history) if self.table.has_final_site else history.output()
-        if hasattr(self, "final_norm"):
-            out = self.final_norm(out)
-        return make_viewless_tensor(inp=out, requires_grad=out.requires_grad, keep_graph=True)
+        if self.stage is None and self.pp_group.size() > 1:
+            raise RuntimeError(
+                "a routed stack is one of several pipeline stages, but does not know which: call "
+                "megatron_mhar.pipeline.connect_stages(model_chunks), and run the schedule with its arguments"
+            )
+        if self.pre_process:
+            assert hidden_states is not None
+            state = {EMBEDDING: hidden_states}
+        else:
+            assert self.stage is not None and self._received is not None
+            state = self.stage.open(self._received)
+        self._received = self.input_tensor = hidden_states = None
 
-    def _recomputes(self, index: int) -> bool:
-        """Whether sublayer ``index`` of this stage is run again in the backward instead of keeping its activations.
-
-        Sources are kept once in any case, by autograd of whoever made them; a sublayer and its site are the unit.
-        """
-        if self.config.recompute_granularity != "full" or not self.training:
-            return False
-        return self.config.recompute_method == "uniform" or index < self.config.recompute_num_layers
-
-    def _sublayer(self, layer: Any, arguments: dict[str, Any], inputs: tuple[Tensor, ...], recompute: bool) -> Tensor:
-        """Site and sublayer: what the site took out of the history in, the sublayer's output `[s, b, d]` out."""
-
-        def run(*inputs: Tensor) -> Tensor:
-            output = layer(hidden_states=layer.site.mix(*inputs), **arguments)
+        def run_layer(layer: Any, hidden: Tensor) -> Tensor:
+            arguments: dict[str, Any] = {"attention_mask": attention_mask, "packed_seq_params": packed_seq_params}
+            if isinstance(layer, TransformerLayer):
+                arguments |= {"rotary_pos_emb": rotary_pos_emb, "padding_mask": padding_mask}
+            output = layer(hidden_states=hidden, **arguments)
             return output[0] if isinstance(output, tuple) else output
 
+        outer, inner = self._quantization_contexts()
+        with outer:
+            for first, stop, recompute in self._units():
+                state = self._run(run_layer, inner, state, first, stop, recompute)
+        if self.stage is not None and not self.stage.is_last:
+            out = self.stage.close(state)
+        else:
+            history = DepthHistory.after(self.table, self.table.num_sublayers - 1, state, self.observer)
+            out = self.final_site(history) if self.table.has_final_site else history.output()
+            if hasattr(self, "final_norm"):
+                out = self.final_norm(out)
+        return make_viewless_tensor(inp=out, requires_grad=out.requires_grad, keep_graph=True)
+
+    def _units(self) -> Iterator[tuple[int, int, bool]]:
+        """Runs of this stage's sublayers: first, one after the last, and whether the run is repeated in the backward.
+
+        Full recomputation cuts as megatron-core's does: "uniform" in runs of ``recompute_num_layers`` sublayers,
+        "block" the first ``recompute_num_layers`` of the stage one by one. Sources are kept once in any case, by autograd
+        of whoever made them.
+        """
+        first, stop = self.first_sublayer, self.first_sublayer + len(self.layers)
+        config = self.config
+        if config.recompute_granularity == "full" and self.training:
+            uniform = config.recompute_method == "uniform"
+            size = config.recompute_num_layers if uniform else 1
+            end = stop if uniform else min(stop, first + config.recompute_num_layers)
+            while first < end:
+                yield first, min(first + size, end), True
+                first = min(first + size, end)
+        if first < stop:
+            yield first, stop, False
+
+    def _run(
+        self,
+        run_layer: Callable[[Any, Tensor], Tensor],
+        quantization: Callable[[int], AbstractContextManager[Any]],
+        state: State,
+        first: int,
+        stop: int,
+        recompute: bool,
+    ) -> State:
+        """Sites and sublayers ``first`` to ``stop - 1``: from the state before them to the state after."""
+        used, made = self.table.used_by(first, stop), self.table.made(first, stop)
+
+        def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+            history = DepthHistory.after(self.table, first - 1, dict(zip(used, tensors, strict=True)), self.observer)
+            for number in range(first, stop):
+                layer = self.layers[number - self.first_sublayer]
+                with quantization(number):
+                    output = run_layer(layer, layer.site(history))
+                layer.site.write(history, output)
+            return tuple(history.state(made).values())
+
+        inputs = [state[name] for name in used]
         # Reentrant checkpoints of inputs without gradients would drop the parameters' gradients in silence.
         if not recompute or not any(tensor.requires_grad for tensor in inputs):
-            return run(*inputs)
-        if self.config.fp8 or self.config.fp4:
+            outputs = run(*inputs)
+        elif self.config.fp8 or self.config.fp4:
             # Transformer Engine's keeps its scaling state right when the forward is run twice.
-            return te_checkpoint(run, False, get_cuda_rng_tracker, self.pg_collection.tp, *inputs)
-        return checkpoint(run, False, *inputs)
+            outputs = te_checkpoint(run, False, get_cuda_rng_tracker, self.pg_collection.tp, *inputs)
+        else:
+            outputs = checkpoint(run, False, *inputs)
+        known = state | dict(zip(made, outputs, strict=True))
+        return {name: known[name] for name in self.table.state_after(stop - 1)}
 
     def _quantization_contexts(
         self,
@@ -162,14 +224,8 @@ class RoutedStack(HybridStack):
 
 def _refuse_unsupported(config: TransformerConfig, stack_arguments: dict[str, Any]) -> None:
     unsupported = {
-        "recompute_method 'uniform' with recompute_num_layers above 1": (
-            config.recompute_granularity == "full"
-            and config.recompute_method == "uniform"
-            and config.recompute_num_layers != 1
-        ),
         "multi-token prediction": bool(config.mtp_num_layers) or stack_arguments.get("is_mtp_layer", False),
         "fp32_residual_connection": config.fp32_residual_connection,
-        "pipeline parallelism": config.pipeline_model_parallel_size > 1,
     }
     for feature, asked in unsupported.items():
         if asked:

@@ -12,6 +12,7 @@ import os
 import queue
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +48,13 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def _state(
-    model: DistributedDataParallel, optimizer: Optimizer, progress: dict[str, Any], *, loading: bool
+    chunks: Sequence[DistributedDataParallel], optimizer: Optimizer, progress: dict[str, Any], *, loading: bool
 ) -> dict[str, Any]:
     metadata = dict(_METADATA)  # megatron-core adds the process groups of now to it
-    weights = model.module.sharded_state_dict(metadata=metadata)
+    # Tensors go by their global names: which chunk and rank holds them is of no consequence.
+    weights = {f"model{i}": chunk.module.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)}
     return {
-        "model": weights,
+        **weights,
         "optimizer": optimizer.megatron.sharded_state_dict(weights, is_loading=loading, metadata=metadata),
         "scheduler": optimizer.scheduler.state_dict(),
         "progress": progress,
@@ -61,7 +63,7 @@ def _state(
 
 def save(
     folder: Path,
-    model: DistributedDataParallel,
+    chunks: Sequence[DistributedDataParallel],
     optimizer: Optimizer,
     progress: dict[str, Any],
     *,
@@ -93,7 +95,7 @@ def save(
 
     def write() -> None:
         try:
-            dist_checkpointing.save(_state(model, optimizer, progress, loading=False), str(partial))
+            dist_checkpointing.save(_state(chunks, optimizer, progress, loading=False), str(partial))
         except (CheckpointingException, CheckpointException, OSError, RuntimeError) as error:
             raise refuse(error) from error
 
@@ -111,9 +113,10 @@ def save(
             raise refuse(error) from error
 
     on_first_rank(begin)
-    if model.ddp_config.overlap_param_gather:
-        # The optimizer leaves the gather to the next forward: until then, a rank's weights are new in its shard alone.
-        model.start_param_sync(force_sync=True)
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            # The optimizer leaves the gather to the next forward: until then, weights are new in a rank's shard alone.
+            chunk.start_param_sync(force_sync=True)
     try:
         on_every_rank(write)
     except UserError:
@@ -136,14 +139,16 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def load(folder: Path, model: DistributedDataParallel, optimizer: Optimizer, *, step: int) -> dict[str, Any]:
+def load(
+    folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: Optimizer, *, step: int
+) -> dict[str, Any]:
     """Load the checkpoint of ``step`` and return its progress. Called by all ranks.
 
     Raises:
         UserError: the checkpoint cannot be read or is of another model.
     """
     path = checkpoint_path(folder, step)
-    wanted = _state(model, optimizer, {}, loading=True)
+    wanted = _state(chunks, optimizer, {}, loading=True)
     try:
         state = dist_checkpointing.load(wanted, str(path))
     except (Exception, CheckpointException) as error:  # there is no end to what a damaged file can raise
@@ -155,7 +160,8 @@ def load(folder: Path, model: DistributedDataParallel, optimizer: Optimizer, *, 
             f"{path}: the checkpoint cannot be loaded ({reason[:300]}); it is damaged or of another "
             "model. Remove it, and the one before it is used"
         ) from error
-    model.module.load_state_dict(state["model"])
+    for i, chunk in enumerate(chunks):
+        chunk.module.load_state_dict(state[f"model{i}"])
     optimizer.megatron.load_state_dict(state["optimizer"])
     optimizer.scheduler.load_state_dict(state["scheduler"])
     return dict(state["progress"])

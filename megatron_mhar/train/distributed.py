@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import os
 from collections.abc import Callable
 
@@ -13,6 +14,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron_mhar import platform
 from megatron_mhar.config.schema import RunConfig
 from megatron_mhar.errors import UserError
+from megatron_mhar.pipeline.plan import check_microbatches
 
 
 def rank() -> int:
@@ -36,19 +38,29 @@ def check_layout(config: RunConfig, world: int) -> int:
     Raises:
         UserError: the layout does not fit the number of ranks, or the batch the layout.
     """
-    tensor, training = config.parallel.tensor, config.training
-    if world % tensor:
+    parallel, training = config.parallel, config.training
+    sizes = {"tensor": parallel.tensor, "pipeline": parallel.pipeline, "context": parallel.context}
+    model_ranks = math.prod(sizes.values())
+    if world % model_ranks:
+        given = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1 or key == "tensor")
         raise UserError(
-            f"parallel.tensor: {tensor} given, but it must divide the number of ranks, {world}; "
+            f"parallel.tensor: {given} given, but it must divide the number of ranks, {world}; "
             "start as many with torchrun --nproc-per-node"
         )
-    data_parallel = world // tensor
+    data_parallel = world // model_ranks
     step = training.micro_batch_size * data_parallel
     if training.global_batch_size % step:
         raise UserError(
             f"training.global_batch_size: {training.global_batch_size} given, but on {world} ranks it must be a "
             f"multiple of {step} (micro_batch_size {training.micro_batch_size} x {data_parallel} data-parallel ranks)"
         )
+    if parallel.virtual_stages > 1:
+        group = parallel.microbatch_group or parallel.pipeline
+        for what, count in (("", 1), (" of an evaluation", config.evaluation.batches)):
+            try:
+                check_microbatches(count * training.global_batch_size // step, parallel.pipeline, group)
+            except ValueError as error:
+                raise UserError(f"training.global_batch_size: {training.global_batch_size}{what}: {error}") from None
     return data_parallel
 
 
@@ -75,13 +87,26 @@ def initialize(config: RunConfig) -> torch.device:
             torch.distributed.init_process_group(platform.BACKEND, store=store, rank=0, world_size=1, timeout=timeout)
         else:
             torch.distributed.init_process_group(platform.BACKEND, timeout=timeout)
-    tensor = config.parallel.tensor
+    parallel = config.parallel
+    sizes = {
+        "tensor": (parallel.tensor, parallel_state.get_tensor_model_parallel_world_size),
+        "pipeline": (parallel.pipeline, parallel_state.get_pipeline_model_parallel_world_size),
+        "context": (parallel.context, parallel_state.get_context_parallel_world_size),
+    }
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=tensor, distributed_timeout_minutes=max(1, config.parallel.timeout_s // 60)
+            tensor_model_parallel_size=parallel.tensor,
+            pipeline_model_parallel_size=parallel.pipeline,
+            context_parallel_size=parallel.context,
+            distributed_timeout_minutes=max(1, parallel.timeout_s // 60),
         )
-    elif (size := parallel_state.get_tensor_model_parallel_world_size()) != tensor:
-        raise UserError(f"parallel.tensor: {tensor} given, but this process has groups of tensor-parallel size {size}")
+    for key, (asked, found) in sizes.items():
+        if found() != asked:
+            raise UserError(f"parallel.{key}: {asked} given, but this process has groups of {key}-parallel size {found()}")
+    # Not a group: how many stages a rank has is the run's, and the schedule is chosen by it.
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(
+        parallel.virtual_stages if parallel.virtual_stages > 1 else None
+    )
     if config.training.deterministic:
         platform.use_deterministic_algorithms()
     torch.manual_seed(config.training.seed)
@@ -135,8 +160,17 @@ def any_rank(flag: bool) -> bool:
     return bool(value.item())
 
 
-def data_parallel_mean(values: torch.Tensor) -> torch.Tensor:
-    """Mean of a tensor over data-parallel ranks, in place."""
+def mean_of_last_stage(values: torch.Tensor | None, count: int) -> torch.Tensor:
+    """Mean over data-parallel and context-parallel ranks of what the last pipeline stage has, on every rank.
+
+    Args:
+        values: `[count]` on ranks of the last stage, None on others.
+    """
+    if values is None:
+        values = torch.zeros(count, device=torch.cuda.current_device())
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     torch.distributed.all_reduce(values, group=group)
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    if pipeline.size() > 1:
+        torch.distributed.all_reduce(values, group=pipeline)
     return values.div_(group.size())

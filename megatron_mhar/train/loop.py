@@ -7,12 +7,12 @@ import math
 import signal
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import islice
+from itertools import islice, repeat
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -26,9 +26,9 @@ from megatron_mhar.config.load import flatten
 from megatron_mhar.config.schema import RunConfig
 from megatron_mhar.data.dataset import build_datasets, check_data, micro_batches
 from megatron_mhar.errors import UserError
-from megatron_mhar.model.build import build_model, resolve_layers
+from megatron_mhar.model.build import build_models, resolve_layers
 from megatron_mhar.model.observe import record_routing
-from megatron_mhar.model.stack import RoutedStack
+from megatron_mhar.pipeline.communicator import connect_stages
 from megatron_mhar.routing import resolve_backend
 from megatron_mhar.run_files import RoutingMap, RunSummary
 from megatron_mhar.tracking.journal import load_metrics
@@ -37,9 +37,9 @@ from megatron_mhar.train import checkpoint
 from megatron_mhar.train.distributed import (
     any_rank,
     check_layout,
-    data_parallel_mean,
     initialize,
     local_rank,
+    mean_of_last_stage,
     on_every_rank,
     on_first_rank,
     rank,
@@ -52,6 +52,9 @@ from megatron_mhar.train.progress import ProgressLog
 from megatron_mhar.train.run_folder import RunFolder
 
 logger = logging.getLogger("megatron_mhar")
+
+# Micro-batches of one run of a schedule: tensors by name, none on ranks that need none.
+Batches = list[dict[str, Tensor]]
 
 
 def train(config: RunConfig) -> RunSummary | None:
@@ -125,9 +128,11 @@ class Trainer:
     ) -> None:
         self.config, self.folder, self.device, self.progress, self.tracker = config, folder, device, progress, tracker
         self.digests = digests or {}
-        self.model = wrap(config, build_model(config))
-        self.optimizer = Optimizer(config, self.model)
-        connect(self.model, self.optimizer)
+        self.models = build_models(config)
+        self.pipeline = connect_stages(self.models, cached=config.parallel.history_cache)
+        self.chunks = wrap(config, self.models)
+        self.optimizer = Optimizer(config, self.chunks)
+        connect(self.chunks, self.optimizer)
         self.train_set, self.valid_set = build_datasets(config, folder.files.index, digests)
         self.data_parallel = parallel_state.get_data_parallel_world_size()
         # Of this rank, in a global batch.
@@ -138,16 +143,11 @@ class Trainer:
         self.stop_signal: int | None = None
         self.routing: RoutingMap | None = None
 
-    @property
-    def hybrid(self) -> HybridModel:
-        """The model without its data-parallel wrapper."""
-        return cast(HybridModel, self.model.module)
-
     def run(self, start: int) -> RunSummary | None:
         """Train from step ``start`` on; the summary if the last step was reached."""
         training, step = self.config.training, start
         if start:
-            checkpoint.load(self.folder.files.checkpoints, self.model, self.optimizer, step=start)
+            checkpoint.load(self.folder.files.checkpoints, self.chunks, self.optimizer, step=start)
             logger.info("continued from %s", checkpoint.checkpoint_path(self.folder.files.checkpoints, start))
         self._announce()
         last = min(training.steps, training.stop_after or training.steps)
@@ -155,7 +155,7 @@ class Trainer:
                                 training.steps * training.global_batch_size)  # fmt: skip
         saved = start
         with self._signals():
-            pending: list[tuple[Tensor, float]] = []
+            pending: list[tuple[Tensor | None, float]] = []
             mark = time.perf_counter()
             while step < last:
                 loss, norm = self.train_step(batches)
@@ -177,7 +177,7 @@ class Trainer:
                 if evaluates and self.valid_set is not None:
                     self._evaluate(step)
                 if saves:
-                    checkpoint.save(self.folder.files.checkpoints, self.model, self.optimizer,
+                    checkpoint.save(self.folder.files.checkpoints, self.chunks, self.optimizer,
                                     {"step": step, "samples": step * training.global_batch_size},
                                     step=step, keep=self.config.checkpoint.keep)  # fmt: skip
                     saved = step
@@ -195,35 +195,36 @@ class Trainer:
             self._evaluate(step)  # the run was ended between its last checkpoint and its summary
         return self._finish(step)
 
-    def train_step(self, batches: Iterator[dict[str, Tensor]]) -> tuple[Tensor, float]:
+    def train_step(self, batches: Iterator[Batches]) -> tuple[Tensor | None, float]:
         """One optimizer step over a global batch.
 
         Returns:
-            Mean loss of this rank's tokens (a tensor on the device, without the z-loss) and the gradient norm.
+            On the last pipeline stage the mean loss of this rank's tokens (a tensor on the device, without the z-loss),
+            and the gradient norm.
         """
-        self.model.train()
-        self.model.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
         self.optimizer.megatron.zero_grad()
-        loss = self._mean_loss(batches, global_batches=1, z_loss=self.config.optimizer.z_loss, forward_only=False)
+        loss = self._mean_loss(next(batches), z_loss=self.config.optimizer.z_loss, forward_only=False)
         self.lr = self.optimizer.lr
         _, norm = self.optimizer.step()
         return loss, norm
 
-    def _mean_loss(
-        self, batches: Iterator[dict[str, Tensor]], *, global_batches: int, z_loss: float, forward_only: bool
-    ) -> Tensor:
-        """Run megatron-core's schedule over the next global batches; mean loss of this rank's tokens."""
+    def _mean_loss(self, batches: Batches, *, z_loss: float, forward_only: bool) -> Tensor | None:
+        """Run megatron-core's schedule over micro-batches; on the last stage the mean loss of this rank's tokens."""
         training = self.config.training
         losses = self.forward_backward(
             forward_step_func=partial(forward_step, z_loss=z_loss),
-            data_iterator=batches,
-            model=[self.model],
-            num_microbatches=global_batches * self.micro_batches,
+            data_iterator=[iter(batches) for _ in self.chunks],
+            model=self.chunks,
+            num_microbatches=len(batches),
             seq_length=training.sequence_length,
             micro_batch_size=training.micro_batch_size,
             forward_only=forward_only,
+            **self.pipeline.schedule_arguments(len(batches)),
         )
-        return torch.stack([entry["loss"] for entry in losses]).mean()
+        return torch.stack([entry["loss"] for entry in losses]).mean() if losses else None
 
     @torch.no_grad()
     def evaluate(self, *, record: bool = False) -> float:
@@ -234,30 +235,42 @@ class Trainer:
         """
         count = self.config.evaluation.batches
         assert self.valid_set is not None
-        batches = self._batches(self.valid_set, 0, count * self.config.training.global_batch_size)
-        decoder = cast(RoutedStack, self.hybrid.decoder)
-        self.model.eval()
+        batches = self._batches(self.valid_set, 0, count * self.config.training.global_batch_size, global_batches=count)
+        for chunk in self.chunks:
+            chunk.eval()
         with self.optimizer.averaged_weights(), ExitStack() as stack:
-            recorder = stack.enter_context(record_routing(decoder)) if record and decoder.table.num_sites else None
-            loss = self._mean_loss(batches, global_batches=count, z_loss=0.0, forward_only=True)
+            recorder = stack.enter_context(record_routing(self.models)) if record and self._has_sites else None
+            loss = self._mean_loss(next(batches), z_loss=0.0, forward_only=True)
             self.routing = recorder.result() if recorder else None
-        return float(data_parallel_mean(loss))
+        return float(mean_of_last_stage(loss, 1))
 
-    def _batches(self, dataset: Any, start: int, stop: int) -> Iterator[dict[str, Tensor]]:
-        """Micro-batches of this rank; a UserError of one rank ends all of them, at the start of a global batch."""
-        batches = micro_batches(
-            dataset,
-            start=start,
-            stop=stop,
-            micro_batch_size=self.config.training.micro_batch_size,
-            rank=parallel_state.get_data_parallel_rank(),
-            ranks=self.data_parallel,
-            device=self.device,
-            num_workers=self.config.data.num_workers,
-            vocab_size=self.config.model.vocab_size,
-        )
-        while chunk := on_every_rank(lambda: list(islice(batches, self.micro_batches))):
-            yield from chunk
+    @property
+    def _has_sites(self) -> bool:
+        return self.pipeline.plan.table.num_sites > 0
+
+    def _batches(self, dataset: Any, start: int, stop: int, *, global_batches: int = 1) -> Iterator[Batches]:
+        """Micro-batches of this rank, those of ``global_batches`` global batches at a time.
+
+        A UserError of one rank ends all of them before the schedule is run. Ranks without embedding and loss read
+        nothing, and get as many empty batches.
+        """
+        size = global_batches * self.micro_batches
+        if any(model.pre_process or model.post_process for model in self.models):
+            batches = micro_batches(
+                dataset,
+                start=start,
+                stop=stop,
+                micro_batch_size=self.config.training.micro_batch_size,
+                rank=parallel_state.get_data_parallel_rank(),
+                ranks=self.data_parallel,
+                device=self.device,
+                num_workers=self.config.data.num_workers,
+                vocab_size=self.config.model.vocab_size,
+            )
+        else:
+            batches = repeat({})
+        for _ in range(start, stop, global_batches * self.config.training.global_batch_size):
+            yield on_every_rank(lambda: list(islice(batches, size)))
 
     def _announce(self) -> None:
         residual = self.config.residual
@@ -272,18 +285,25 @@ class Trainer:
     @property
     def num_parameters(self) -> int:
         """Parameters on this rank."""
-        return sum(p.numel() for p in self.model.parameters())
+        return sum(p.numel() for chunk in self.chunks for p in chunk.parameters())
 
     def _own_parameters(self) -> int:
         """Parameters that are counted on this rank, so that the sum over ranks counts each once."""
-        if parallel_state.get_data_parallel_rank() != 0:
+        if parallel_state.get_data_parallel_rank(with_context_parallel=True) != 0:
             return 0
         first = parallel_state.get_tensor_model_parallel_rank() == 0
-        return sum(p.numel() for p in self.model.parameters() if first or getattr(p, "tensor_model_parallel", False))
+        return sum(
+            p.numel()
+            for chunk in self.chunks
+            for p in chunk.parameters()
+            # megatron-core marks the copy of a tied embedding on the last stage as shared.
+            if (first or getattr(p, "tensor_model_parallel", False)) and not getattr(p, "shared", False)
+        )
 
-    def _report(self, step: int, pending: list[tuple[Tensor, float]], seconds: float) -> None:
+    def _report(self, step: int, pending: list[tuple[Tensor | None, float]], seconds: float) -> None:
         """Log the steps since the last report; ``step`` is the last of them."""
-        losses = data_parallel_mean(torch.stack([loss for loss, _ in pending])).tolist()
+        own = [loss for loss, _ in pending if loss is not None]
+        losses = mean_of_last_stage(torch.stack(own) if own else None, len(pending)).tolist()
         platform.synchronize()
         training = self.config.training
         tokens = len(pending) * training.global_batch_size * training.sequence_length
@@ -366,8 +386,8 @@ class Trainer:
         return stack
 
 
-def wrap(config: RunConfig, model: HybridModel) -> DistributedDataParallel:
-    """Model in megatron-core's data-parallel wrapper, gradients in fp32."""
+def wrap(config: RunConfig, models: Sequence[HybridModel]) -> list[DistributedDataParallel]:
+    """Model chunks in megatron-core's data-parallel wrapper, gradients in fp32."""
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
@@ -375,34 +395,41 @@ def wrap(config: RunConfig, model: HybridModel) -> DistributedDataParallel:
         overlap_param_gather=config.parallel.overlap_param_gather,
         check_for_nan_in_grad=False,  # the loop looks at the norm of all of them, and all ranks end together
     )
-    wrapped = DistributedDataParallel(model.config, settings, model)
-    wrapped.broadcast_params()
-    return wrapped
+    chunks = []
+    for number, model in enumerate(models):
+        # Gradients of later virtual stages are reduced while earlier ones still compute: no need of buckets.
+        chunk = DistributedDataParallel(model.config, settings, model, disable_bucketing=number > 0)
+        chunk.broadcast_params()
+        chunks.append(chunk)
+    return chunks
 
 
-def connect(model: DistributedDataParallel, optimizer: Optimizer) -> None:
+def connect(chunks: Sequence[DistributedDataParallel], optimizer: Optimizer) -> None:
     """Tell the schedule how gradients are finished and synchronised."""
-    transformer = model.config
+    transformer = chunks[0].config
     transformer.finalize_model_grads_func = finalize_model_grads
     transformer.grad_scale_func = optimizer.megatron.scale_loss
-    if model.ddp_config.overlap_grad_reduce:
-        transformer.no_sync_func = model.no_sync
-    if model.ddp_config.overlap_param_gather:
-        transformer.param_sync_func = model.start_param_sync
+    if chunks[0].ddp_config.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in chunks]
+        transformer.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
 
 
 def forward_step(
     batches: Iterator[dict[str, Tensor]], model: DistributedDataParallel, *, z_loss: float
 ) -> tuple[Tensor, Any]:
-    """Forward of the next micro-batch, as megatron-core's schedules call it: logits, and what makes a loss of them."""
-    batch = next(batches)
-    logits = model(batch["tokens"], batch["position_ids"], None)
+    """Forward of the next micro-batch, as megatron-core's schedules call it.
 
-    def loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        per_token, squared_partition = cross_entropy(output, batch["labels"])
+    Returns:
+        Logits and what makes a loss of them; on all but the last pipeline stage what the next one receives.
+    """
+    batch = next(batches)
+    output = model(batch.get("tokens"), batch.get("position_ids"), None)
+
+    def loss(logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        per_token, squared_partition = cross_entropy(logits, batch["labels"])
         mean = per_token.mean()
         total = mean + z_loss * squared_partition.mean() if z_loss else mean
         # The schedule divides what it gets in place.
         return total, {"loss": mean.detach().clone()}
 
-    return logits, loss
+    return output, loss

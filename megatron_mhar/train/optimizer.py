@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, cast
 
@@ -131,14 +131,21 @@ class ResumableOptimizer(DistributedOptimizer):
 
 
 class Optimizer:
-    """AdamW over all parameters of a model, its schedule and, if asked for, the moving average of the weights."""
+    """AdamW over all parameters of a rank's model chunks, its schedule and, if asked for, the moving average of the weights."""
 
-    def __init__(self, config: RunConfig, model: torch.nn.Module) -> None:
+    def __init__(self, config: RunConfig, chunks: Sequence[torch.nn.Module]) -> None:
         settings, bf16 = config.optimizer, config.training.precision == "bf16"
         exempt = frozenset(settings.no_weight_decay)
         overrides: dict[ParamKey, ParamGroupOverride] = {}
         if exempt:
-            undecayed = ParamWithNamePredicate("no_weight_decay", lambda _, name: parameter_group(name) in exempt)
+            # An output layer tied to the embedding of another stage is the embedding.
+            undecayed = ParamWithNamePredicate(
+                "no_weight_decay",
+                lambda parameter, name: (
+                    "embedding" if getattr(parameter, "shared_embedding", False) else parameter_group(name)
+                )
+                in exempt,
+            )
             overrides[ParamKey(with_name_predicate=undecayed)] = ParamGroupOverride(wd_mult=0.0)
         self.megatron = get_megatron_optimizer(
             MegatronOptimizerConfig(
@@ -155,7 +162,7 @@ class Optimizer:
                 use_distributed_optimizer=True,
                 overlap_param_gather=config.parallel.overlap_param_gather,
             ),
-            [model],
+            list(chunks),
             config_overrides=overrides,  # not None: megatron-core's default goes by shape
         )
         self.parts: list[ResumableOptimizer] = []

@@ -5,7 +5,7 @@ import torch
 
 from megatron_mhar.depth.history import DepthHistory
 from megatron_mhar.depth.residual import ResidualConfig
-from megatron_mhar.depth.sites import DepthTable
+from megatron_mhar.depth.sites import EMBEDDING, DepthTable
 
 NULL = torch.full((2,), -1.0)
 
@@ -78,18 +78,69 @@ def test_baseline_adds_to_its_stream():
     assert streams == [1, 3, 7, 15, 31, 63] and history.output().flatten()[0] == 127
 
 
-@pytest.mark.parametrize(
-    "residual",
-    [dict(method="mhar"), dict(method="mhar_block", block_layers=1), dict(method="delta_block", block_layers=1)],
-)
-def test_held_sources_are_the_live_ones(residual):
+EVERY = [
+    dict(method="baseline"),
+    dict(method="mhar"),
+    dict(method="mhar_block", block_layers=1),
+    dict(method="attnres_block", block_layers=2, allow_partial_block=True),
+    dict(method="delta"),
+    dict(method="delta_block", block_layers=1),
+    dict(method="delta_block", block_layers=3),
+    dict(method="delta_block", block_layers=1, block_form="released"),
+]
+
+
+@pytest.mark.parametrize("residual", EVERY)
+def test_held_sources_are_those_of_the_state(residual):
     table = DepthTable(ResidualConfig(**residual), 6)
     embedding, *outputs = powers(6)
     history = DepthHistory(table, embedding)
     for sublayer, output in enumerate(outputs):
-        history.sources(NULL)
+        if table.num_sites:
+            history.sources(NULL)
         history.append(output)
-        assert set(history.held) == set(table.live_after(sublayer))
+        state = history.state()
+        assert tuple(state) == table.state_after(sublayer)
+        assert set(history.held) == {name for name in state if name in table.last_read}
+
+
+@pytest.mark.parametrize("residual", EVERY)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_history_cut_in_pieces_reads_the_same(residual, size):
+    """Each piece gets of the state what its sublayers use, and gives what it has made."""
+    table = DepthTable(ResidualConfig(**residual), 6)
+    embedding, *outputs = powers(6)
+
+    def sublayers(history, first, stop):
+        for output in outputs[first:stop]:
+            if history.stream is not None:
+                seen.append(history.stream)
+            if table.num_sites:
+                seen.extend(history.sources(NULL))
+            history.append(output)
+
+    seen = whole = []
+    sublayers(DepthHistory(table, embedding), 0, 6)
+    state, seen = {EMBEDDING: embedding}, []
+    for first in range(0, 6, size):
+        stop = min(first + size, 6)
+        history = DepthHistory.after(table, first - 1, {name: state[name] for name in table.used_by(first, stop)})
+        sublayers(history, first, stop)
+        known = state | history.state(table.made(first, stop))
+        state = {name: known[name] for name in table.state_after(stop - 1)}
+    assert len(seen) == len(whole) and all(torch.equal(a, b) for a, b in zip(seen, whole))
+    last = DepthHistory.after(table, 5, state)
+    assert torch.equal(last.sources()[-1] if table.has_final_site else last.output(), expected_end(table, residual))
+
+
+def expected_end(table, residual):
+    _, _, history = run(**residual)
+    return history.output() if table.keeps_stream else powers(6)[-1] if not table.block_sublayers else last_block(table)
+
+
+def last_block(table):
+    first = table.num_sublayers - (table.num_sublayers % table.block_sublayers or table.block_sublayers)
+    return sum(powers(6)[first + 1 :])
 
 
 def test_sources_are_not_written_to():

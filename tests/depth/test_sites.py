@@ -1,7 +1,7 @@
 """Which source each site reads: tables written by hand, for every method and block size of a six-layer model.
 
-e the embedding, n a null source, o the output of a sublayer, d the sum of a block, p the open sum up to a sublayer,
-x an entry of the released form.
+e the embedding, n a null source, o the output of a sublayer, d the sum of a block, p the open sum up to a sublayer, x
+an entry of the released form, s the stream after a sublayer.
 """
 
 import pytest
@@ -9,7 +9,7 @@ import pytest
 from megatron_mhar.depth.residual import ResidualConfig
 from megatron_mhar.depth.sites import DepthTable
 
-LETTERS = {"embedding": "e", "null": "n", "output": "o", "block": "d", "open": "p", "entry": "x"}
+LETTERS = {"embedding": "e", "null": "n", "output": "o", "block": "d", "open": "p", "entry": "x", "stream": "s"}
 
 
 def written(sources):
@@ -74,17 +74,56 @@ def test_no_site_reads_what_is_not_there_yet(residual):
 
 
 @pytest.mark.parametrize("residual", [case[0] for case in CASES])
-def test_live_sources_are_those_that_a_later_site_reads(residual):
+def test_the_state_holds_what_a_later_site_reads_and_no_other_source(residual):
     t = table(**residual)
-    for sublayer in range(-1, t.num_sublayers):
+    for sublayer in range(t.num_sublayers):
         expected = {
             s for later in t.reads[sublayer + 1 :] for s in later if s.kind != "null" and t.made_by(s) <= sublayer
         }
-        assert set(t.live_after(sublayer)) == expected
+        state = t.state_after(sublayer)
+        assert {s for s in state if s in t.last_read} == expected
+        assert all(s.kind in ("open", "stream") and s.number == sublayer for s in set(state) - expected)
 
 
-def test_live_sources_by_hand():
-    assert written(table(method="mhar").live_after(1)) == "e o0 o1"
-    assert written(table(method="mhar_block", block_layers=1).live_after(2)) == "e d0 p2"
-    assert written(table(method="delta_block", block_layers=1).live_after(2)) == "e d0"
-    assert written(table(method="delta_block", block_layers=3).live_after(5)) == ""
+STATES = [
+    (dict(method="baseline"), ["e", "s0", "s1", "s2", "s3", "s4", "s5"]),
+    (dict(method="hyper_connections"), ["e", "s0", "s1", "s2", "s3", "s4", "s5"]),
+    (dict(method="mhar"), ["e", "e o0", "e o0 o1", "e o0 o1 o2", "e o0 o1 o2 o3", FULL[5], FULL[6]]),
+    (
+        dict(method="mhar_block", block_layers=1),
+        ["e", "e p0", "e d0", "e d0 p2", "e d0 d1", "e d0 d1 p4", "e d0 d1 d2"],
+    ),
+    (dict(method="delta"), ["e", "e o0 s0", "e o0 o1 s1", "e o0 o1 o2 s2", "e o0 o1 o2 o3 s3", FULL[5] + " s4", "s5"]),
+    # The open sum is read by no site, and becomes d at the block's end; the last block's is read by none.
+    (
+        dict(method="delta_block", block_layers=1),
+        ["e", "e p0 s0", "e d0 s1", "e d0 p2 s2", "e d0 d1 s3", "e d0 d1 p4 s4", "s5"],
+    ),
+    (
+        dict(method="delta_block", block_layers=1, block_form="released"),
+        ["e", "x0 s0", "x0 x1 s1", "x0 x1 s2", "x0 x1 x2 s3", "x0 x1 x2 s4", "s5"],
+    ),
+]
+
+
+@pytest.mark.parametrize("residual,expected", STATES)
+def test_state_between_sublayers_by_hand(residual, expected):
+    t = table(**residual)
+    assert [written(t.state_after(sublayer)) for sublayer in range(-1, 6)] == expected
+
+
+@pytest.mark.parametrize("residual", [case[0] for case in CASES])
+def test_sublayers_use_of_the_state_what_they_read(residual):
+    t = table(**residual)
+    for first in range(t.num_sublayers):
+        for stop in range(first + 1, t.num_sublayers + 1):
+            used, state = t.used_by(first, stop), t.state_after(first - 1)
+            assert set(used) <= set(state)
+            read = {s for site in t.reads[first:stop] for s in site if s.kind != "null" and t.made_by(s) < first}
+            assert read - set(used) <= ({s for s in read if first == 0}), (first, stop)
+
+
+def test_hyper_connections_streams_are_several_tensors():
+    assert [table(method="hyper_connections", num_streams=3).num_tensors(s) for s in (
+        table(method="hyper_connections").state_after(-1) + table(method="hyper_connections").state_after(2)
+    )] == [1, 3]  # fmt: skip

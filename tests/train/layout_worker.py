@@ -1,6 +1,8 @@
-"""Five training steps of every method under each layout of this world size: losses, gradient norms, depth gradients.
+"""Five training steps of every method under each layout of this world size, held against one process.
 
-python -m torch.distributed.run --nproc-per-node N layout_worker.py OUT CORPUS
+python -m torch.distributed.run --nproc-per-node N layout_worker.py OUT CORPUS REFERENCE TIER
+
+REFERENCE is what the launch with one process wrote; TIER is "fast" or "all".
 """
 
 import os
@@ -19,30 +21,82 @@ LAYOUTS = {
         "tp2_sp": {"tensor": 2, "sequence": True},
         "dp2": {},
         "dp2_overlap": {"overlap_grad_reduce": True, "overlap_param_gather": True},
+        "pp2": {"pipeline": 2},
+        "pp2_uneven": {"pipeline": 2, "stage_sublayers": [3, 5]},
+        "pp2_recompute": {"pipeline": 2},
+        "pp2_vpp2": {"pipeline": 2, "virtual_stages": 2},
+        "pp2_vpp2_uncached": {"pipeline": 2, "virtual_stages": 2, "history_cache": False},
+        "pp2_vpp2_ends": {"pipeline": 2, "virtual_stages": 2, "stage_sublayers": [0, 3, 5, 0]},
+        "pp2_vpp4": {"pipeline": 2, "virtual_stages": 4, "overlap_p2p": True},
     },
-}
+    4: {
+        "pp4": {"pipeline": 4},
+        "pp4_ends": {"pipeline": 4, "stage_sublayers": [0, 5, 3, 0]},
+        "pp2_vpp2_dp2_overlap": {
+            "pipeline": 2, "virtual_stages": 2, "overlap_p2p": True, "overlap_grad_reduce": True,
+            "overlap_param_gather": True,
+        },
+        "tp2_pp2_sp": {"tensor": 2, "sequence": True, "pipeline": 2},
+        "tp2_pp2_vpp2_sp": {"tensor": 2, "sequence": True, "pipeline": 2, "virtual_stages": 2},
+    },
+}  # fmt: skip
+TRAINING = {"pp2_recompute": {"recompute": "full", "recompute_sublayers": 2}}
 STEPS = 5
+# Sequences in a global and in a micro-batch. With four and seven sequences of one, a pipeline runs 4 and 7 micro-batches.
+BATCHES = {"4x1": (4, 1), "1x4": (4, 4), "7x1": (7, 1)}
 # Layers are megatron-core's own: Transformer Engine multiplies fp32 matrices in TF32, which hides 1e-5.
 # Norms on heads change which parameters megatron-core sums over tensor-parallel ranks, by their names.
 CASES = [(method, True) for method in METHODS] + [("mhar", False), ("delta_block", False)]
+FAST_PIPELINE_CASES = [(method, True) for method in ("mhar", "mhar_block", "delta_block", "hyper_connections")]
+RESUMED = ("one", "tp2", "dp2", "dp2_overlap", "pp2_vpp2")
 
 
-def gradients(model):
-    """Depth gradients as the optimizer will see them, whole on every rank."""
-    for buffer in model.buffers:
-        for bucket in buffer.buckets:
-            group = bucket.data_parallel_group if hasattr(bucket, "data_parallel_group") else buffer.data_parallel_group
-            shards = bucket.grad_data.view(group.size(), -1)
-            torch.distributed.all_gather_into_tensor(bucket.grad_data, shards[group.rank()].clone(), group=group)
-    return {n: p.main_grad.clone() for n, p in model.module.named_parameters() if "site." in n}
+def runs(layout, tier):
+    """Method, norms on heads, and batch of each run of a layout."""
+    parallel = next(layouts[layout] for layouts in LAYOUTS.values() if layout in layouts)
+    pipelined = "pipeline" in parallel
+    cases = FAST_PIPELINE_CASES if pipelined and tier == "fast" else CASES
+    found = [(*case, "4x1") for case in cases]
+    if layout == "one":
+        found += [(method, True, batch) for method in METHODS for batch in ("1x4", "7x1")]
+    elif pipelined and (tier == "all" or layout in ("pp2", "pp2_vpp2")):
+        batches = ["7x1"]
+        if parallel.get("virtual_stages", 1) == 1:
+            batches += ["1x4"]
+        if "dp2" in layout:
+            batches = []
+        found += [(*case, batch) for case in cases if case[1] for batch in batches]
+    return found
 
 
-def run(config):
-    """Losses, norms, gradients and evaluation of one run; queries and gates are moved off zero first."""
+def gradients(chunks):
+    """Gradients as the optimizer will see them, by global name."""
+    from megatron_mhar.model.initialize import global_name
+
+    for chunk in chunks:
+        for buffer in chunk.buffers:
+            for bucket in buffer.buckets:
+                group = getattr(bucket, "data_parallel_group", None) or buffer.data_parallel_group
+                shards = bucket.grad_data.view(group.size(), -1)
+                torch.distributed.all_gather_into_tensor(bucket.grad_data, shards[group.rank()].clone(), group=group)
+    return {
+        global_name(chunk.module, n): p.main_grad.clone() for chunk in chunks for n, p in chunk.module.named_parameters()
+    }
+
+
+def own_part(model, name, parameter, whole):
+    """This rank's slice of a whole parameter or gradient."""
+    from megatron_mhar.model.initialize import tensor_parallel_part
+
+    return tensor_parallel_part(model, name, parameter, whole)
+
+
+def run(config, reference):
+    """Losses, norms, evaluation and largest gradient errors of one run; queries and gates are moved off zero first."""
     from megatron.core.distributed import finalize_model_grads
 
-    from megatron_mhar.model.initialize import generator
-    from megatron_mhar.train.distributed import data_parallel_mean
+    from megatron_mhar.model.initialize import generator, global_name
+    from megatron_mhar.train.distributed import mean_of_last_stage
     from megatron_mhar.train.loop import Trainer
     from megatron_mhar.train.progress import ProgressLog
     from megatron_mhar.train.run_folder import RunFolder
@@ -50,24 +104,42 @@ def run(config):
     device = torch.device(torch.cuda.current_device())
     trainer = Trainer(config, RunFolder(config), device, ProgressLog(None, total=STEPS, start=0), None)
     with torch.no_grad():
-        for name, parameter in trainer.model.module.named_parameters():
-            if "site." in name:
-                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator(7, name, "cpu")).to(device))
-    seen = []
+        for model in trainer.models:
+            for name, parameter in model.named_parameters():
+                if "site." in name:
+                    source = generator(7, global_name(model, name), "cpu")
+                    parameter.add_(0.1 * torch.randn(parameter.shape, generator=source).to(device))
+    seen, errors = [], {}
 
     def watched(*args, **kwargs):
         finalize_model_grads(*args, **kwargs)
-        seen.append(gradients(trainer.model))
+        found = gradients(trainer.chunks)
+        if reference is None:
+            seen.append(found)
+            return
+        step = len(seen)
+        seen.append(None)
+        for model in trainer.models:
+            for name, parameter in model.named_parameters():
+                name_ = global_name(model, name)
+                expected = own_part(model, name, parameter, reference["gradients"][step][name_])
+                error = (found[name_] - expected).abs().max() / max(1e-3, expected.abs().max())
+                errors[name_] = max(errors.get(name_, 0.0), float(error))
 
-    trainer.model.config.finalize_model_grads_func = watched
+    trainer.chunks[0].config.finalize_model_grads_func = watched
     batches = trainer._batches(trainer.train_set, 0, STEPS * config.training.global_batch_size)
     losses, norms = [], []
     for _ in range(STEPS):
         loss, norm = trainer.train_step(batches)
-        losses.append(float(data_parallel_mean(loss)))
+        losses.append(float(mean_of_last_stage(loss, 1)))
         norms.append(norm)
-    result = {"losses": losses, "norms": norms, "gradients": seen, "valid": trainer.evaluate()}
-    return result
+    result = {"losses": losses, "norms": norms, "valid": trainer.evaluate()}
+    if reference is None:
+        return result | {"gradients": seen}
+    everyone = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, errors)
+    names = {name for errors in everyone for name in errors}
+    return result | {"errors": {name: max(errors.get(name, 0.0) for errors in everyone) for name in names}}
 
 
 def stopped_and_resumed(corpus, folder, layout, parallel):
@@ -91,8 +163,9 @@ def stopped_and_resumed(corpus, folder, layout, parallel):
 
 
 def main():
-    out, corpus = Path(sys.argv[1]), Path(sys.argv[2])
+    out, corpus, reference, tier = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
     world = int(os.environ["WORLD_SIZE"])
+    expected = torch.load(reference, weights_only=False) if world > 1 else None
     results = {}
     from megatron.core import parallel_state
 
@@ -100,16 +173,28 @@ def main():
 
     platform.setup(int(os.environ["LOCAL_RANK"]))
     torch.distributed.init_process_group(platform.BACKEND)
+    only = os.environ.get("LAYOUTS", "").split()
     for layout, parallel in LAYOUTS[world].items():
+        if only and layout not in only:
+            continue
         initialize(tiny_run(corpus, out.parent, parallel=parallel))  # groups take longer to build than five steps
-        for method, qk_layernorm in CASES:
+        for method, qk_layernorm, batch in runs(layout, tier):
+            global_batch, micro_batch = BATCHES[batch]
+            # Seven micro-batches make one group: the last of three groups would be too small.
+            groups = {"microbatch_group": 7} if batch == "7x1" and "virtual_stages" in parallel else {}
             config = tiny_run(
-                corpus, out.parent, name=f"{layout}-{method}", residual=METHODS[method], parallel=parallel,
-                model={"qk_layernorm": qk_layernorm, "layers": "local"}, optimizer={"ema_decay": 0.9, "z_loss": 1e-3},
-                training={"micro_batch_size": 1},
+                corpus, out.parent, name=f"{layout}-{method}", residual=METHODS[method],
+                parallel={**parallel, **groups}, model={"qk_layernorm": qk_layernorm, "layers": "local"},
+                # The epsilon keeps gradients of the size of rounding from moving weights by whole steps.
+                optimizer={"ema_decay": 0.9, "z_loss": 1e-3, "eps": 1e-3},
+                training={
+                    "global_batch_size": global_batch, "micro_batch_size": micro_batch, **TRAINING.get(layout, {})
+                },
             )  # fmt: skip
-            results[layout, method, qk_layernorm] = run(config)
-        results["resumed", layout] = stopped_and_resumed(corpus, out.parent, layout, parallel)
+            key = (method, qk_layernorm, batch)
+            results[layout, *key] = run(config, expected and expected["one", *key])
+        if layout in RESUMED:
+            results["resumed", layout] = stopped_and_resumed(corpus, out.parent, layout, parallel)
         parallel_state.destroy_model_parallel()
     if int(os.environ["RANK"]) == 0:
         torch.save(results, out)

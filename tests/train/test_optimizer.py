@@ -43,14 +43,14 @@ def test_parameter_groups_by_name(name, group):
 
 
 def make(tmp_path, residual="delta", **sections):
-    from megatron_mhar.model.build import build_model
+    from megatron_mhar.model.build import build_models
     from megatron_mhar.train.loop import connect, wrap
     from megatron_mhar.train.optimizer import Optimizer
 
     config = tiny_run("unused", tmp_path, residual=METHODS[residual], **sections)
-    model = wrap(config, build_model(config))
-    optimizer = Optimizer(config, model)
-    connect(model, optimizer)
+    (model,) = wrap(config, build_models(config))
+    optimizer = Optimizer(config, [model])
+    connect([model], optimizer)
     return model, optimizer
 
 
@@ -166,10 +166,10 @@ def test_without_an_average_the_context_does_nothing(tmp_path):
 
 
 def test_preparing_the_optimizer_moves_nothing(tmp_path):
-    from megatron_mhar.model.build import build_model
+    from megatron_mhar.model.build import build_models
 
     config = tiny_run("unused", tmp_path, residual=METHODS["delta"])
-    fresh = build_model(config)
+    (fresh,) = build_models(config)
     model, optimizer = make(tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), model.parameters()))
     state = [value for s in optimizer.parts[0].optimizer.state.values() for value in s.values()]

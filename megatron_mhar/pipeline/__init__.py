@@ -1,0 +1,1 @@
+"""How a depth history crosses pipeline stages."""
