@@ -2,13 +2,13 @@
 #   PYTHON=/path/to/python3.12   interpreter for .venv (found by launch/find-python otherwise)
 #   EXTRAS=tracking,dev          extras to install; tracking is the full MLflow
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint types format clean
+.PHONY: help venv demo test test-all lint types format clean
 
 BIN := .venv/bin
 export PYTHON EXTRAS CONSTRAINTS
 
 help: ## say what there is
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: ## make .venv, or bring it up to date
 	@launch/make-venv
@@ -21,6 +21,9 @@ demo: venv ## build a small corpus, train baseline and mhar on it, compare them 
 
 test: venv ## run the whole test suite
 	$(BIN)/python -m pytest
+
+test-all: venv ## run the whole test suite, every method under every parallel layout
+	$(BIN)/python -m pytest --tier all
 
 lint: venv ## check style (ruff)
 	$(BIN)/ruff check .

@@ -20,6 +20,11 @@ METHODS = {  # one setting of every method, with its features on
 }
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """--tier all: every method under every parallel layout (make test-all)."""
+    parser.addoption("--tier", choices=("fast", "all"), default="fast", help="which parallel layouts are run")
+
+
 def tiny_run(corpus: Path | str, output_dir: Path, **sections):
     """Config of a four-layer model of width 64; ``sections`` are merged over it, section by section."""
     from megatron_mhar.config.schema import RunConfig

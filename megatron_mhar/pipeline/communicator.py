@@ -3,8 +3,8 @@
     pipeline = connect_stages(model_chunks)
     losses = get_forward_backward_func()(..., **pipeline.schedule_arguments(num_microbatches))
 
-megatron-core's schedules are used as they are. They send one tensor a hop and ask their communicator for one of the same
-shape; ours knows from the plan how many sources the next message holds.
+megatron-core's schedules are used as they are. They send one tensor a hop and expect one of the same shape; our
+communicator knows from the plan how many sources the next message holds.
 """
 
 from __future__ import annotations

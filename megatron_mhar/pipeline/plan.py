@@ -1,8 +1,8 @@
 """Which parts of a depth history cross which link of a pipeline, for every method and layout.
 
-Stages are numbered 0, 1, ... over the whole model; stage v runs on pipeline rank v mod P (with virtual stages a rank has
-several). What the stages from v on need of those before it (``DepthTable.state_after``) reaches stage v's rank in two
-ways:
+Stages are numbered 0, 1, ... over the whole model; stage v runs on pipeline rank v mod P (with virtual stages a rank
+has several). What the stages from v on need of those before it (``DepthTable.state_after``) reaches stage v's rank in
+two ways:
 
     received(v)    over the link from stage v-1's rank: what was made in the last P-1 stages before v
     handed(v)      on the rank itself, from its own stage v-P: everything older, which it had then
@@ -18,7 +18,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_mhar.depth.sites import DepthTable, Source
+from megatron_mhar.depth.sites import EMBEDDING, DepthTable, Source
 
 
 @dataclass(frozen=True)
@@ -71,25 +71,23 @@ class PipelinePlan:
         return tuple(sum(self.stages[:stage]) for stage in range(self.num_stages + 1))
 
     def made_in(self, source: Source) -> int:
-        """Stage in which ``source`` comes to be; the embedding is of stage 0."""
-        made_by = self.table.made_by(source)
-        return 0 if made_by < 0 else bisect_right(self.starts, made_by) - 1
+        """Stage in which ``source`` comes to be: the embedding in stage 0, all else at a sublayer.
+
+        The released form's first entry is the embedding; it bears that name from the first sublayer on.
+        """
+        return 0 if source == EMBEDDING else bisect_right(self.starts, max(self.table.made_by(source), 0)) - 1
 
     def needed(self, stage: int) -> tuple[Source, ...]:
         """All that ``stage`` and the later ones need of the earlier ones."""
-        return self.table.state_after(self.starts[stage] - 1)
+        return self.table.state_after(self.starts[stage] - 1) if stage > 0 else ()
 
     def received(self, stage: int) -> tuple[Source, ...]:
-        """What crosses the link into ``stage`` for one micro-batch; nothing does into stage 0."""
-        if stage == 0:
-            return ()
+        """What crosses the link into ``stage`` for one micro-batch."""
         oldest = stage - self.num_ranks + 1 if self.cached else 0
         return tuple(source for source in self.needed(stage) if self.made_in(source) >= oldest)
 
     def handed(self, stage: int) -> tuple[Source, ...]:
         """What ``stage`` gets from the stage before it on the same rank."""
-        if stage == 0:
-            return ()
         received = set(self.received(stage))
         return tuple(source for source in self.needed(stage) if source not in received)
 

@@ -1,9 +1,9 @@
 """The ends of one stage: what a micro-batch's depth history is made of when it comes in, and where it goes.
 
-A stage packs what the next one must receive into one tensor `[k, s, b, d]`, and hands what a later stage of its own rank
-will need to that stage without a copy. The two stages' graphs are run backwards one after the other, the later first, so
-a source that is handed over enters the later graph as a leaf, and its gradient is added where the source left the
-earlier graph: summed on the rank, and sent back once.
+A stage packs what the next one must receive into one tensor `[k, s, b, d]`, and hands what a later stage of its own
+rank will need to that stage without a copy. The two stages' graphs are run backwards one after the other, the later
+first, so a source that is handed over enters the later graph as a leaf, and its gradient is added where the source left
+the earlier graph: summed on the rank, and sent back once.
 """
 
 from __future__ import annotations

@@ -5,8 +5,11 @@ python -m torch.distributed.run --nproc-per-node N layout_worker.py OUT CORPUS R
 REFERENCE is what the launch with one process wrote; TIER is "fast" or "all".
 """
 
+import gc
 import os
 import sys
+import zlib
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -42,7 +45,8 @@ LAYOUTS = {
 }  # fmt: skip
 TRAINING = {"pp2_recompute": {"recompute": "full", "recompute_sublayers": 2}}
 STEPS = 5
-# Sequences in a global and in a micro-batch. With four and seven sequences of one, a pipeline runs 4 and 7 micro-batches.
+LONG = 20  # steps of one method under every layout: nothing hangs
+# Sequences in a global and in a micro-batch: a pipeline runs 4, 1 and 7 micro-batches.
 BATCHES = {"4x1": (4, 1), "1x4": (4, 4), "7x1": (7, 1)}
 # Layers are megatron-core's own: Transformer Engine multiplies fp32 matrices in TF32, which hides 1e-5.
 # Norms on heads change which parameters megatron-core sums over tensor-parallel ranks, by their names.
@@ -74,35 +78,125 @@ def gradients(chunks):
     from megatron_mhar.model.initialize import global_name
 
     for chunk in chunks:
-        for buffer in chunk.buffers:
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
             for bucket in buffer.buckets:
                 group = getattr(bucket, "data_parallel_group", None) or buffer.data_parallel_group
                 shards = bucket.grad_data.view(group.size(), -1)
                 torch.distributed.all_gather_into_tensor(bucket.grad_data, shards[group.rank()].clone(), group=group)
     return {
-        global_name(chunk.module, n): p.main_grad.clone() for chunk in chunks for n, p in chunk.module.named_parameters()
+        global_name(chunk.module, n): p.main_grad.clone()
+        for chunk in chunks
+        for n, p in chunk.module.named_parameters()
     }
 
 
-def own_part(model, name, parameter, whole):
-    """This rank's slice of a whole parameter or gradient."""
-    from megatron_mhar.model.initialize import tensor_parallel_part
+class Wire:
+    """Counts what this rank sends to other pipeline ranks: messages and bytes."""
 
-    return tensor_parallel_part(model, name, parameter, whole)
+    def __init__(self):
+        self.messages = self.bytes = 0
+        self._send = torch.distributed.isend
+
+    def __enter__(self):
+        def counted(tensor, *args, **kwargs):
+            self.messages += 1
+            self.bytes += tensor.numel() * tensor.element_size()
+            return self._send(tensor, *args, **kwargs)
+
+        torch.distributed.isend = counted
+        return self
+
+    def __exit__(self, *_):
+        torch.distributed.isend = self._send
 
 
-def run(config, reference):
+def predicted_sends(trainer, config, num_microbatches, forward_only):
+    """Messages and bytes that this rank sends in one run of the schedule, as the plan says."""
+    from megatron.core import parallel_state
+
+    plan, rank = trainer.pipeline.plan, parallel_state.get_pipeline_model_parallel_rank()
+    sequence = config.training.sequence_length // (config.parallel.tensor if config.parallel.sequence else 1)
+    tensor_bytes = sequence * config.training.micro_batch_size * config.model.hidden_size * 4
+    # Gradients of what comes over the link from the rank before go back over it.
+    links = [rank] if forward_only else [rank, (rank - 1) % plan.num_ranks]
+    return (
+        num_microbatches * sum(plan.link_messages(link) for link in links),
+        num_microbatches * sum(plan.link_tensors(link) for link in links) * tensor_bytes,
+    )
+
+
+class Checksums:
+    """Observer: every value that each source of the table had at any site. Two histories must not differ."""
+
+    def __init__(self, table):
+        self.table, self.seen = table, {}
+
+    def __call__(self, site, sources, query, norm_weight):
+        for name, tensor in zip(self.table.reads[site], sources, strict=True):
+            if name.kind != "null":
+                self.seen.setdefault(name, set()).add(zlib.crc32(tensor.detach().cpu().numpy().tobytes()))
+
+
+def probe(trainer, config):
+    """One evaluation and one step of a pipeline, watched: bytes sent, graphs kept, sources changed, tensors left."""
+    found = {"sent": [], "predicted": [], "graph": [], "alive": 0}
+    count = trainer.micro_batches
+    shape = (config.training.sequence_length, config.training.micro_batch_size)
+
+    def tensors():
+        """Activations `[..., s, b, d]` that this process holds."""
+        gc.collect()
+        return sum(torch.is_tensor(x) and x.dim() >= 3 and tuple(x.shape[-3:-1]) == shape for x in gc.get_objects())
+
+    def watched(close, state):
+        packed = close(state)
+        found["graph"].append(packed.requires_grad)
+        found["alive"] = found["alive"] or tensors()  # once: looking through all objects takes long
+        return packed
+
+    for stage in trainer.pipeline.stages:
+        stage.close = partial(watched, stage.close)
+    checksums = Checksums(trainer.pipeline.plan.table)
+    for model in trainer.models:
+        model.decoder.observer = checksums
+    for forward_only in (True, False):
+        batches = next(trainer._batches(trainer.train_set, 0, config.training.global_batch_size))
+        with Wire() as wire:
+            if forward_only:
+                with torch.no_grad():
+                    trainer._mean_loss(batches, z_loss=0.0, forward_only=True)
+                found["graph_forward_only"] = found.pop("graph")
+                found["graph"] = []
+            else:
+                trainer._mean_loss(batches, z_loss=0.0, forward_only=False)
+        found["sent"].append((wire.messages, wire.bytes))
+        found["predicted"].append(predicted_sends(trainer, config, count, forward_only))
+        if forward_only:
+            # A step sees every micro-batch; one of them is enough to compare stages by.
+            found["checksums"] = {str(name): values for name, values in checksums.seen.items()}
+            for model in trainer.models:
+                model.decoder.observer = None
+    found["waiting"] = [len(stage._waiting) for stage in trainer.pipeline.stages]
+    for stage in trainer.pipeline.stages:
+        del stage.close
+    found["left"] = tensors()
+    everyone = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, found)
+    return everyone
+
+
+def run(config, reference, steps=STEPS, probed=False):
     """Losses, norms, evaluation and largest gradient errors of one run; queries and gates are moved off zero first."""
     from megatron.core.distributed import finalize_model_grads
 
-    from megatron_mhar.model.initialize import generator, global_name
+    from megatron_mhar.model.initialize import generator, global_name, tensor_parallel_part
     from megatron_mhar.train.distributed import mean_of_last_stage
     from megatron_mhar.train.loop import Trainer
     from megatron_mhar.train.progress import ProgressLog
     from megatron_mhar.train.run_folder import RunFolder
 
     device = torch.device(torch.cuda.current_device())
-    trainer = Trainer(config, RunFolder(config), device, ProgressLog(None, total=STEPS, start=0), None)
+    trainer = Trainer(config, RunFolder(config), device, ProgressLog(None, total=steps, start=0), None)
     with torch.no_grad():
         for model in trainer.models:
             for name, parameter in model.named_parameters():
@@ -118,18 +212,20 @@ def run(config, reference):
             seen.append(found)
             return
         step = len(seen)
+        if step == STEPS:
+            return
         seen.append(None)
         for model in trainer.models:
             for name, parameter in model.named_parameters():
                 name_ = global_name(model, name)
-                expected = own_part(model, name, parameter, reference["gradients"][step][name_])
+                expected = tensor_parallel_part(model, name, parameter, reference["gradients"][step][name_])
                 error = (found[name_] - expected).abs().max() / max(1e-3, expected.abs().max())
                 errors[name_] = max(errors.get(name_, 0.0), float(error))
 
     trainer.chunks[0].config.finalize_model_grads_func = watched
-    batches = trainer._batches(trainer.train_set, 0, STEPS * config.training.global_batch_size)
+    batches = trainer._batches(trainer.train_set, 0, steps * config.training.global_batch_size)
     losses, norms = [], []
-    for _ in range(STEPS):
+    for _ in range(steps):
         loss, norm = trainer.train_step(batches)
         losses.append(float(mean_of_last_stage(loss, 1)))
         norms.append(norm)
@@ -139,7 +235,8 @@ def run(config, reference):
     everyone = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, errors)
     names = {name for errors in everyone for name in errors}
-    return result | {"errors": {name: max(errors.get(name, 0.0) for errors in everyone) for name in names}}
+    result |= {"errors": {name: max(errors.get(name, 0.0) for errors in everyone) for name in names}}
+    return result | ({"probe": probe(trainer, config)} if probed else {})
 
 
 def stopped_and_resumed(corpus, folder, layout, parallel):
@@ -188,11 +285,14 @@ def main():
                 # The epsilon keeps gradients of the size of rounding from moving weights by whole steps.
                 optimizer={"ema_decay": 0.9, "z_loss": 1e-3, "eps": 1e-3},
                 training={
-                    "global_batch_size": global_batch, "micro_batch_size": micro_batch, **TRAINING.get(layout, {})
+                    "steps": LONG, "global_batch_size": global_batch, "micro_batch_size": micro_batch,
+                    **TRAINING.get(layout, {}),
                 },
             )  # fmt: skip
             key = (method, qk_layernorm, batch)
-            results[layout, *key] = run(config, expected and expected["one", *key])
+            steps = LONG if key == ("mhar", True, "4x1") else STEPS
+            probed = "pipeline" in parallel and batch == "4x1"
+            results[layout, *key] = run(config, expected and expected["one", *key], steps, probed)
         if layout in RESUMED:
             results["resumed", layout] = stopped_and_resumed(corpus, out.parent, layout, parallel)
         parallel_state.destroy_model_parallel()
