@@ -77,6 +77,7 @@ def _factory(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
     def on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
         if "device" in kwargs:
             kwargs["device"] = _on_cpu(kwargs["device"])
+        kwargs.pop("pin_memory", None)  # rotary embeddings under context parallelism; it needs a driver
         return function(*args, **kwargs)
 
     return on_cpu
@@ -144,6 +145,14 @@ def _redirect_to_cpu() -> None:
     random._get_cuda_rng_state = lambda *a, **k: torch.get_rng_state()
     # It warns when the CPU generator moves while it draws from "the GPU's".
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+
+    # All-to-all takes the numbers of tokens for each rank's experts as an array, which they become on leaving a GPU.
+    from megatron.core.transformer.moe import token_dispatcher
+
+    dispatcher: Any = token_dispatcher
+    dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
+        tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+    )
 
     # Functions under its "jit fuser" take longer to compile for a CPU than a small run takes.
     torch.compiler.set_stance("force_eager")

@@ -245,7 +245,7 @@ def test_make_alone_says_what_there_is() -> None:
     result = subprocess.run(["make", "-C", ROOT, "--no-print-directory"], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0
     goals = [line.split()[1] for line in result.stdout.splitlines()]
-    assert goals == ["help", "venv", "demo", "test", "lint", "types", "format", "clean"]
+    assert goals == ["help", "venv", "demo", "test", "test-all", "lint", "types", "format", "clean"]
 
 
 @pytest.mark.parametrize("script", ["launch/find-python", "launch/make-venv", ".ci/run"])

@@ -16,6 +16,7 @@ from megatron_mhar.errors import UserError
 # name: (module:attribute, line in mhar --help). Importing them all would take seconds: some need torch.
 COMMANDS = {
     "train": ("megatron_mhar.cli.train:train", "Train a model from a config file; continue where the run stopped."),
+    "plan": ("megatron_mhar.cli.plan:plan", "Foretell a layout's messages, memory and step time on any cluster."),
     "data": ("megatron_mhar.cli.data:data", "Build training data."),
     "compare": ("megatron_mhar.cli.compare:compare", "Compare finished runs: table, loss curves, learned routing."),
     "sync": ("megatron_mhar.cli.sync:sync", "Send metrics that wait in a run's journal to the MLflow server."),

@@ -27,6 +27,11 @@ class Section(BaseModel):
 FilePrefix = Annotated[str, AfterValidator(os.path.expanduser)]
 
 
+# Symbols of megatron-core's hybrid layer patterns that a run can have.
+SUBLAYERS = {"*": "attention", "-": "MLP", "E": "MoE", "M": "Mamba", "G": "gated delta net"}
+RECURRENT = frozenset("MG")
+
+
 class ModelConfig(Section):
     """Shape of the decoder. Every sublayer (attention, MLP, ...) is a layer of megatron-core's HybridModel."""
 
@@ -38,7 +43,20 @@ class ModelConfig(Section):
     ffn_hidden_size: PositiveInt = Field(description="SwiGLU inner width")
     vocab_size: PositiveInt = Field(description="rows of the embedding; parallel.tensor must divide it")
     pattern: str | None = Field(
-        None, description="megatron-core's hybrid layer pattern (* attention, - MLP); '*-' a layer by default"
+        None,
+        description="megatron-core's hybrid layer pattern (* attention, - MLP, E mixture of experts; M Mamba and "
+        "G gated delta net, in megatron-core's default shapes); '*-' a layer by default",
+    )
+    num_experts: PositiveInt | None = Field(None, description="experts of each E sublayer; parallel.expert divides it")
+    moe_ffn_hidden_size: PositiveInt | None = Field(
+        None, description="SwiGLU inner width of an expert; ffn_hidden_size by default"
+    )
+    moe_router_topk: PositiveInt = Field(2, description="experts of a token")
+    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss"] = Field(
+        "aux_loss", description="what the auxiliary loss balances experts over: a micro-batch, or each sequence"
+    )
+    moe_aux_loss_coeff: float = Field(
+        0.01, ge=0, description="weight of the auxiliary loss, which is in the gradients and not in the reported loss"
     )
     tie_embeddings: bool = True
     qk_layernorm: bool = Field(True, description="RMSNorm on each query and key head, as in Qwen3")
@@ -54,6 +72,11 @@ class ModelConfig(Section):
     def layer_pattern(self) -> str:
         """Hybrid layer pattern, one symbol a sublayer."""
         return self.pattern or "*-" * self.num_layers
+
+    @property
+    def expert_width(self) -> int:
+        """SwiGLU inner width of one expert."""
+        return self.moe_ffn_hidden_size or self.ffn_hidden_size
 
     @property
     def kv_channels(self) -> int:
@@ -76,19 +99,37 @@ class ModelConfig(Section):
         if self.kv_channels % 2:
             raise problem("head_dim", f"{self.kv_channels} given, but rotary embeddings need an even head width")
         if self.pattern is not None:
-            bad = sorted(set(self.pattern) - set("*-"))
+            why = {
+                "/": ": multi-token prediction is not supported, its layers join their sublayers by plain residuals "
+                "and would lose the sources",
+                "|": ": pipeline stages are set by parallel.stage_sublayers",
+            }
+            bad = sorted(set(self.pattern) - set(SUBLAYERS))
             if bad:
-                raise problem(
-                    "pattern",
-                    f"symbol {bad[0]!r} given; allowed: * (attention) and - (MLP). "
-                    "Other sublayers are reached by importing the stack specs",
-                )
+                allowed = ", ".join(f"{symbol} ({name})" for symbol, name in SUBLAYERS.items())
+                raise problem("pattern", f"symbol {bad[0]!r} given{why.get(bad[0], '')}; allowed: {allowed}")
             if len(self.pattern) != 2 * self.num_layers:
                 raise problem(
                     "pattern",
                     f"{len(self.pattern)} sublayers given, but num_layers {self.num_layers} "
                     f"means {2 * self.num_layers}",
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _experts_fit(self) -> ModelConfig:
+        if "E" in self.layer_pattern:
+            if self.num_experts is None:
+                raise problem("num_experts", "missing: the pattern has E (mixture of experts) sublayers")
+            if self.moe_router_topk > self.num_experts:
+                raise problem("moe_router_topk", f"{self.moe_router_topk} given, but num_experts is {self.num_experts}")
+            return self
+        for key, field in type(self).model_fields.items():
+            if key == "num_experts" or key.startswith("moe_"):
+                if getattr(self, key) != field.default:
+                    raise problem(
+                        key, f"{getattr(self, key)} given, but the pattern has no E (mixture of experts) sublayer"
+                    )
         return self
 
 
@@ -171,8 +212,8 @@ class ParallelConfig(Section):
     virtual_stages: PositiveInt = Field(1, description="stages of each pipeline rank; above 1 the schedule interleaves")
     stage_sublayers: tuple[NonNegativeInt, ...] | None = Field(
         None,
-        description="sublayers of each of the pipeline x virtual_stages stages, in order; the first (embedding) and the "
-        "last (loss) may have none. As even as whole layers allow if not given",
+        description="sublayers of each of the pipeline x virtual_stages stages, in order; the first (embedding) and "
+        "the last (loss) may have none. As even as whole layers allow if not given",
     )
     microbatch_group: PositiveInt | None = Field(
         None, description="micro-batches a rank runs of one virtual stage before the next; the pipeline size by default"
@@ -181,12 +222,19 @@ class ParallelConfig(Section):
         True, description="a rank keeps the sources that it had for its later virtual stages; off, they are sent anew"
     )
     overlap_p2p: bool = Field(False, description="overlap messages between virtual stages with compute")
-    context: PositiveInt = Field(1, description="context-parallel size")
-    expert: PositiveInt = Field(1, description="expert-parallel size")
+    context: PositiveInt = Field(
+        1, description="context-parallel size: slices of each sequence; Transformer Engine's attention alone can"
+    )
+    expert: PositiveInt = Field(
+        1, description="expert-parallel size: data- and context-parallel ranks that share out the experts"
+    )
     fsdp: bool = Field(False, description="fully sharded data parallelism")
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     timeout_s: PositiveInt = Field(600, description="seconds until a collective without an answer fails")
+    heartbeat_s: PositiveInt = Field(
+        30, description="seconds of silence after which a rank is taken for dead and named, and the others end"
+    )
 
     @property
     def num_stages(self) -> int:
@@ -197,11 +245,6 @@ class ParallelConfig(Section):
     def _supported(self) -> ParallelConfig:
         if self.sequence and self.tensor == 1:
             raise problem("sequence", "true given, but sequence parallelism needs tensor > 1")
-        for key in ("context", "expert"):
-            if getattr(self, key) != 1:
-                raise problem(
-                    key, f"{getattr(self, key)} given, but {key} parallelism is not supported yet; allowed: 1"
-                )
         if self.fsdp:
             raise problem(
                 "fsdp",
@@ -268,7 +311,13 @@ class CheckpointConfig(Section):
     """What is saved beside the log, and what a run starts from."""
 
     interval: PositiveInt = Field(1000, description="steps between checkpoints; the last step is always saved")
-    keep: PositiveInt = Field(2, description="complete checkpoints kept; older ones are removed")
+    keep: PositiveInt = Field(2, description="newest complete checkpoints kept; older ones are removed after each save")
+    keep_every: PositiveInt | None = Field(
+        None, description="checkpoints of steps that are multiples of this are never removed"
+    )
+    asynchronous: bool = Field(
+        False, description="training goes on while a process of each rank writes; costs host memory for a copy"
+    )
 
 
 class TrackingConfig(Section):
@@ -330,6 +379,7 @@ class RunConfig(Section):
                 raise problem(
                     "parallel.tensor", f"{parallel.tensor} given, but it must divide model.{key} {getattr(model, key)}"
                 )
+        self._experts_and_recurrences_fit()
         sublayers = len(model.layer_pattern)
         if sum(self.stages) != sublayers:
             raise problem(
@@ -343,11 +393,15 @@ class RunConfig(Section):
                 f"{parallel.num_stages} stages given, but the model has {sublayers} sublayers: only the first and the "
                 "last stage may have none",
             )
-        if parallel.sequence and training.sequence_length % parallel.tensor:
+        # A context rank has an early and a late piece of each sequence: causal attention makes late ones dear.
+        pieces = 2 * parallel.context if parallel.context > 1 else 1
+        pieces *= parallel.tensor if parallel.sequence else 1
+        if training.sequence_length % pieces:
+            key = "context" if parallel.context > 1 else "tensor"
             raise problem(
-                "parallel.tensor",
-                f"{parallel.tensor} given, but with sequence parallelism it must divide "
-                f"training.sequence_length {training.sequence_length}",
+                f"parallel.{key}",
+                f"{getattr(parallel, key)} given, but {pieces} must divide training.sequence_length "
+                f"{training.sequence_length} (2 x context with context, times tensor with sequence parallelism)",
             )
         if training.global_batch_size % training.micro_batch_size:
             raise problem(
@@ -370,3 +424,35 @@ class RunConfig(Section):
                 "data.end_of_document", f"{self.data.end_of_document} given, but model.vocab_size is {model.vocab_size}"
             )
         return self
+
+    def _experts_and_recurrences_fit(self) -> None:
+        model, parallel = self.model, self.parallel
+        if model.num_experts is None:
+            if parallel.expert > 1:
+                raise problem(
+                    "parallel.expert",
+                    f"{parallel.expert} given, but the model has no experts (model.pattern with E, model.num_experts)",
+                )
+        elif model.num_experts % parallel.expert:
+            raise problem(
+                "parallel.expert", f"{parallel.expert} given, but it must divide model.num_experts {model.num_experts}"
+            )
+        elif parallel.tensor > 1 and not parallel.sequence:
+            raise problem(
+                "parallel.sequence",
+                f"false given with tensor {parallel.tensor}, but every tensor-parallel rank would send the same tokens "
+                "to the experts: needed are tensor: 1, or sequence: true",
+            )
+        elif model.expert_width % parallel.tensor:
+            raise problem(
+                "parallel.tensor",
+                f"{parallel.tensor} given, but it must divide model.moe_ffn_hidden_size {model.expert_width}",
+            )
+        recurrent = sorted(set(model.layer_pattern) & RECURRENT)
+        for key in ("tensor", "context"):
+            if recurrent and getattr(parallel, key) > 1:
+                raise problem(
+                    f"parallel.{key}",
+                    f"{getattr(parallel, key)} given, but {SUBLAYERS[recurrent[0]]} sublayers are not cut over ranks: "
+                    "needed is 1",
+                )

@@ -22,6 +22,7 @@ import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import DType
+from megatron.core.utils import get_batch_on_this_cp_rank
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -214,11 +215,16 @@ def micro_batches(
     device: torch.device,
     num_workers: int,
     vocab_size: int,
+    context_group: torch.distributed.ProcessGroup | None = None,
 ) -> Iterator[dict[str, Tensor]]:
     """Micro-batches of samples ``start`` to ``stop`` that fall to data-parallel rank ``rank`` of ``ranks``.
 
+    Args:
+        context_group: context-parallel ranks that read the same samples; each gets two of 2 x cp pieces of every
+            sequence, as megatron-core shares them out.
+
     Yields:
-        "tokens", "labels", "position_ids" `[micro_batch_size, sequence_length]`, int64, on ``device``.
+        "tokens", "labels", "position_ids" `[micro_batch_size, sequence_length / cp]`, int64, on ``device``.
 
     Raises:
         UserError: a token id is outside the vocabulary.
@@ -238,7 +244,10 @@ def micro_batches(
                     f"data: token id {token} found, but model.vocab_size is {vocab_size} (ids 0 to {vocab_size - 1}): "
                     "the files were made with another tokenizer"
                 )
-        yield {key: batch[key].to(device, non_blocking=True) for key in ("tokens", "labels", "position_ids")}
+        tensors = {key: batch[key] for key in ("tokens", "labels", "position_ids")}
+        if context_group is not None:
+            tensors = get_batch_on_this_cp_rank(tensors, is_hybrid_cp=False, cp_group=context_group)
+        yield {key: tensor.to(device, non_blocking=True) for key, tensor in tensors.items()}
 
 
 def _leave_signals_to_trainer(worker: int) -> None:

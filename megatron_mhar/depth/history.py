@@ -12,11 +12,15 @@ that are run again in the backward.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from megatron_mhar.depth.sites import EMBEDDING, NULL, DepthTable, Source
+
+if TYPE_CHECKING:
+    from megatron_mhar.routing.chain import Chain
 
 
 class SiteObserver(Protocol):
@@ -26,6 +30,14 @@ class SiteObserver(Protocol):
         """``sources`` are what site number ``site`` is about to read with these parameters."""
 
 
+@dataclass(frozen=True)
+class FusedReads:
+    """A chain of fused reads, and the ticket that it is called with where the history is now."""
+
+    chain: Chain
+    ticket: Tensor
+
+
 class DepthHistory:
     """Sources, open block and stream between sublayers.
 
@@ -33,15 +45,23 @@ class DepthHistory:
         table: sources of every site.
         embedding: `[s, b, d]` (`[s / tp, b, d]` under sequence parallelism), the source e.
         observer: called at each routing site, see :class:`SiteObserver`.
+        fused: takes the sources as they come to be, where reads are fused.
 
     Attributes:
         stream: the residual stream of methods that keep one (for hyper-connections, n streams `[n, s, b, d]`).
         next_site: site that is read next, also the number of sublayers that have run.
     """
 
-    def __init__(self, table: DepthTable, embedding: Tensor, observer: SiteObserver | None = None) -> None:
+    def __init__(
+        self,
+        table: DepthTable,
+        embedding: Tensor,
+        observer: SiteObserver | None = None,
+        fused: FusedReads | None = None,
+    ) -> None:
         self.table = table
         self.observer = observer
+        self.fused = fused
         self.next_site = 0
         self.stream: Tensor | None = embedding if table.keeps_stream else None
         self._sources: dict[Source, Tensor] = {}
@@ -50,7 +70,7 @@ class DepthHistory:
         if table.released:
             self._make_entry(0)
         elif table.num_sites:
-            self._sources[EMBEDDING] = embedding
+            self._keep(EMBEDDING, embedding)
 
     @classmethod
     def after(
@@ -59,16 +79,19 @@ class DepthHistory:
         sublayer: int,
         state: Mapping[Source, Tensor],
         observer: SiteObserver | None = None,
+        fused: FusedReads | None = None,
     ) -> DepthHistory:
         """History as it stands after ``sublayer`` (-1: before the first).
 
         Args:
-            state: what :meth:`state` gave there, or of it what ``table.used_by`` names if no more is to be run.
+            state: what :meth:`state` gave there, or of it what ``table.used_by`` names if no more is to be run; its
+                sources are in the chain of ``fused`` already.
         """
         if sublayer == -1:
-            return cls(table, state[EMBEDDING], observer)
+            return cls(table, state[EMBEDDING], observer, fused)
         history = cls.__new__(cls)
-        history.table, history.observer, history.next_site = table, observer, sublayer + 1
+        history.table, history.observer, history.fused = table, observer, fused
+        history.next_site = sublayer + 1
         history.stream = state.get(Source("stream", sublayer))
         history._open = state.get(Source("open", sublayer))
         history._sources = {name: tensor for name, tensor in state.items() if name in table.last_read}
@@ -86,6 +109,7 @@ class DepthHistory:
         return {name: self._tensor(name) for name in names}
 
     def _tensor(self, name: Source) -> Tensor:
+        tensor: Tensor | None
         if name.kind == "stream" or self.next_site == 0:
             tensor = self.stream if self.stream is not None else self._sources[EMBEDDING]
         else:
@@ -123,11 +147,11 @@ class DepthHistory:
                 self._make_entry(self.next_site // self.table.block_sublayers)  # type: ignore[operator]
         elif self.table.block_sublayers is not None:
             total = output if self._open is None else self._open + output
-            closes = self.table.closes_block(sublayer)
-            self._open = None if closes else total
-            self._keep(
-                Source("block", sublayer // self.table.block_sublayers) if closes else Source("open", sublayer), total
-            )
+            if self.table.closes_block(sublayer):
+                self._keep(Source("block", sublayer // self.table.block_sublayers), total)
+                self._open = None
+            else:
+                self._open = self._keep(Source("open", sublayer), total)
         else:
             self._keep(Source("output", sublayer), output)
 
@@ -141,15 +165,18 @@ class DepthHistory:
         assert self.stream is not None
         return self.stream.mean(0) if self.stream.dim() > 3 else self.stream
 
-    def _keep(self, name: Source, tensor: Tensor) -> None:
+    def _keep(self, name: Source, tensor: Tensor) -> Tensor:
+        """Take a source in if it is one; what is returned stands for it from here on."""
         if name in self.table.last_read:
+            if self.fused is not None:
+                tensor = self.fused.chain.add(self.table.rows[name], tensor, self.fused.ticket)
             self._sources[name] = tensor
+        return tensor
 
     def _make_entry(self, block: int) -> None:
         assert self.stream is not None
         entry = self.stream if self._last_entry is None else self.stream - self._last_entry
-        self._last_entry = entry
-        self._keep(Source("entry", block), entry)
+        self._last_entry = self._keep(Source("entry", block), entry)
 
     @property
     def held(self) -> tuple[Source, ...]:

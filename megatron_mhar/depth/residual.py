@@ -63,7 +63,7 @@ class ResidualConfig(BaseModel):
     )
     num_streams: int = Field(4, ge=2, description="hyper_connections only: residual streams n")
     eps: float = Field(1e-6, gt=0, description="epsilon of the routing keys' RMSNorm")
-    backend: Literal["auto", "reference", "torch"] = Field(
+    backend: Literal["auto", "reference", "torch", "triton"] = Field(
         "auto", description="routing backend, see megatron_mhar.routing"
     )
 

@@ -21,6 +21,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from megatron_mhar.depth.residual import BLOCK, DELTA, ROUTED, SUBLAYERS_PER_LAYER, ResidualConfig
+from megatron_mhar.routing.plan import ReadPlan
 
 Kind = Literal["null", "embedding", "output", "block", "open", "entry", "stream"]
 
@@ -108,6 +109,18 @@ class DepthTable:
         sums = tuple(Source("block", k) for k in range(closed))
         open_sum = site % size > 0 and closed == block and not self.keeps_stream
         return (*null, EMBEDDING, *sums, *((Source("open", site - 1),) if open_sum else ()))
+
+    @cached_property
+    def rows(self) -> dict[Source, int]:
+        """Number of each source that a site reads: open sums last, so that the others a site reads are 0, 1, 2, ..."""
+        sources = sorted(self.last_read, key=lambda s: (s.kind == "open", self.made_by(s), s.number))
+        return {source: row for row, source in enumerate(s for s in sources if s != NULL)}
+
+    @cached_property
+    def read_plan(self) -> ReadPlan:
+        """Rows that each site reads, for :mod:`megatron_mhar.routing.plan`."""
+        rows = (tuple(self.rows[source] for source in site if source != NULL) for site in self.reads)
+        return ReadPlan(tuple(rows), self.config.num_heads, self.config.eps)
 
     @cached_property
     def last_read(self) -> dict[Source, int]:

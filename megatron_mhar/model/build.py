@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.ssm.gated_delta_net import HAVE_FLA
+from megatron.core.ssm.mamba_mixer import HAVE_EINOPS, HAVE_MAMBA_SSM
 from megatron.core.transformer import TransformerConfig
 
 from megatron_mhar import platform
-from megatron_mhar.config.schema import RunConfig
+from megatron_mhar.config.schema import RECURRENT, SUBLAYERS, ModelConfig, ParallelConfig, RunConfig
 from megatron_mhar.errors import UserError
 from megatron_mhar.model.initialize import initialize_weights
 from megatron_mhar.model.specs import Layers, routed_stack_spec
@@ -31,10 +34,59 @@ def resolve_layers(asked: str) -> Layers:
     return "transformer_engine" if usable and asked != "local" else "local"
 
 
+def check_layers(config: RunConfig) -> Layers:
+    """Layer family of a run that has what the run's model and layout need.
+
+    Raises:
+        UserError: see :func:`resolve_layers`; also where context parallelism or recurrent sublayers lack Transformer
+            Engine's layers, or a recurrent sublayer the library that computes it.
+    """
+    layers, context = resolve_layers(config.model.layers), config.parallel.context
+    recurrent = sorted(set(config.model.layer_pattern) & RECURRENT)
+    given = [f"parallel.context: {context} given"] * (context > 1)
+    given += [f"model.pattern: {symbol} ({SUBLAYERS[symbol]}) given" for symbol in recurrent]
+    if given and layers == "local":
+        raise UserError(
+            f"{given[0]}, but it needs Transformer Engine's layers, and those here are local (model.layers: "
+            f"{config.model.layers}, {'a' if platform.HAS_GPU else 'no'} GPU, Transformer Engine "
+            f"{'installed' if HAVE_TE else 'not installed'})"
+        )
+    libraries = {
+        "M": ("mamba-ssm and einops", HAVE_MAMBA_SSM and HAVE_EINOPS),
+        "G": ("flash-linear-attention", HAVE_FLA),
+    }
+    for symbol in recurrent:
+        library, installed = libraries[symbol]
+        if not installed:
+            raise UserError(
+                f"model.pattern: {symbol} ({SUBLAYERS[symbol]}) given, but it needs {library}: pip install it"
+            )
+    return layers
+
+
+def _experts(model: ModelConfig, parallel: ParallelConfig, layers: Layers) -> dict[str, Any]:
+    """Settings of TransformerConfig for mixture-of-experts sublayers; none without them."""
+    if model.num_experts is None:
+        return {}
+    return {
+        "num_moe_experts": model.num_experts,
+        "moe_ffn_hidden_size": model.expert_width,
+        "moe_router_topk": model.moe_router_topk,
+        "moe_router_load_balancing_type": model.moe_router_load_balancing_type,
+        "moe_aux_loss_coeff": model.moe_aux_loss_coeff,
+        # The softmax over the one expert that was chosen would be 1, and the router without a gradient.
+        "moe_router_pre_softmax": model.moe_router_topk == 1,
+        "moe_router_dtype": "fp32",
+        # Over tensor-parallel ranks too, all-to-all gathers parts of unequal sizes, which gloo refuses.
+        "moe_token_dispatcher_type": "alltoall" if platform.HAS_GPU or parallel.tensor == 1 else "allgather",
+        "moe_grouped_gemm": layers == "transformer_engine",
+    }
+
+
 def transformer_config(config: RunConfig) -> TransformerConfig:
     """Megatron-core's config of a run. ``num_layers`` counts sublayers, as HybridModel does."""
     model, training, parallel = config.model, config.training, config.parallel
-    transformer_engine = resolve_layers(model.layers) == "transformer_engine"
+    layers = resolve_layers(model.layers)
     bf16 = training.precision == "bf16"
     dtype = torch.bfloat16 if bf16 else torch.float32
 
@@ -60,6 +112,8 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         pipeline_dtype=dtype,
         tensor_model_parallel_size=parallel.tensor,
         sequence_parallel=parallel.sequence,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=parallel.virtual_stages if parallel.virtual_stages > 1 else None,
         microbatch_group_size_per_vp_stage=parallel.microbatch_group,
@@ -75,16 +129,22 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         gradient_accumulation_fusion=platform.HAS_GPU and find_spec("fused_weight_gradient_mlp_cuda") is not None,
         bias_activation_fusion=platform.HAS_GPU,
         bias_dropout_fusion=False,
-        apply_rope_fusion=transformer_engine,
+        apply_rope_fusion=layers == "transformer_engine",
         persist_layer_norm=False,
         masked_softmax_fusion=False,
+        **_experts(model, parallel, layers),
     )
 
 
 def build_models(config: RunConfig) -> list[HybridModel]:
     """Model chunks of this rank, one a virtual stage, on its device; process groups and seeds must be set."""
     transformer, model, parallel = transformer_config(config), config.model, config.parallel
-    spec = routed_stack_spec(config.residual, layers=resolve_layers(model.layers), qk_layernorm=model.qk_layernorm)
+    spec = routed_stack_spec(
+        config.residual,
+        layers=resolve_layers(model.layers),
+        qk_layernorm=model.qk_layernorm,
+        num_experts=model.num_experts,
+    )
     rank = parallel_state.get_pipeline_model_parallel_rank()
     chunks = []
     for chunk in range(parallel.virtual_stages):

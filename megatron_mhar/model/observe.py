@@ -10,20 +10,14 @@ import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor
 
+from megatron_mhar.config.schema import SUBLAYERS
 from megatron_mhar.depth.sites import DepthTable, Source
 from megatron_mhar.model.stack import RoutedStack
 from megatron_mhar.routing import depth_weights
 from megatron_mhar.run_files import RoutingMap
 
-SUBLAYER_NAMES = {
-    "*": "attention",
-    "-": "MLP",
-    "E": "MoE",
-    "M": "Mamba",
-    "G": "gated delta net",
-    "D": "DSA",
-    "+": "MLA",
-}
+# Of runs, and of stacks with submodules of their own.
+SUBLAYER_NAMES = SUBLAYERS | {"D": "DSA", "+": "MLA"}
 
 
 def _column(source: Source) -> str:

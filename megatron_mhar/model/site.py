@@ -61,14 +61,18 @@ class RoutingSite(Site):
         site, sources = history.next_site, history.sources(self.null_source)
         if history.observer is not None:
             history.observer(site, sources, self.query, self.norm_weight)
-        routed = route(
-            sources,
-            self.query,
-            self.norm_weight,
-            num_heads=self.residual.num_heads,
-            eps=self.residual.eps,
-            backend=self.residual.backend,
-        )
+        shared = self.null_source is not None
+        if history.fused is not None and len(sources) > shared:  # the released form's first site reads null alone
+            routed = history.fused.chain.read(site, sources[shared:], history.fused.ticket)
+        else:
+            routed = route(
+                sources,
+                self.query,
+                self.norm_weight,
+                num_heads=self.residual.num_heads,
+                eps=self.residual.eps,
+                backend=self.residual.backend,
+            )
         if self.gate is None:
             return routed
         assert history.stream is not None

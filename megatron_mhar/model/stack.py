@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,11 +20,12 @@ from megatron.core.utils import WrappedTensor, make_viewless_tensor
 from pydantic_core import PydanticCustomError
 from torch import Tensor
 
-from megatron_mhar.depth.history import DepthHistory, SiteObserver
+from megatron_mhar.depth.history import DepthHistory, FusedReads, SiteObserver
 from megatron_mhar.depth.residual import ResidualConfig
 from megatron_mhar.depth.sites import EMBEDDING, DepthTable
 from megatron_mhar.model.site import RoutingSite, build_site
 from megatron_mhar.pipeline.stage import Stage, State
+from megatron_mhar.routing import resolve_backend
 
 BiasDropout = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
 
@@ -135,6 +137,11 @@ class RoutedStack(HybridStack):
             assert self.stage is not None and self._received is not None
             state = self.stage.open(self._received)
         self._received = self.input_tensor = hidden_states = None
+        fused = self._fused_reads(next(iter(state.values())))
+        if fused is not None and not self.pre_process:
+            for name, row in self.table.rows.items():
+                if name in state:
+                    state[name] = fused.chain.add(row, state[name], fused.ticket)
 
         def run_layer(layer: Any, hidden: Tensor) -> Tensor:
             arguments: dict[str, Any] = {"attention_mask": attention_mask, "packed_seq_params": packed_seq_params}
@@ -146,22 +153,34 @@ class RoutedStack(HybridStack):
         outer, inner = self._quantization_contexts()
         with outer:
             for first, stop, recompute in self._units():
-                state = self._run(run_layer, inner, state, first, stop, recompute)
+                state = self._run(run_layer, inner, state, fused, first, stop, recompute)
         if self.stage is not None and not self.stage.is_last:
             out = self.stage.close(state)
         else:
-            history = DepthHistory.after(self.table, self.table.num_sublayers - 1, state, self.observer)
+            history = DepthHistory.after(self.table, self.table.num_sublayers - 1, state, self.observer, fused)
             out = self.final_site(history) if self.table.has_final_site else history.output()
             if hasattr(self, "final_norm"):
                 out = self.final_norm(out)
         return make_viewless_tensor(inp=out, requires_grad=out.requires_grad, keep_graph=True)
 
+    def _fused_reads(self, like: Tensor) -> FusedReads | None:
+        """A chain for one forward of this stage's sites, where the backend has one."""
+        if not self.table.num_sites or resolve_backend(self.residual.backend, like.device) != "triton":
+            return None
+        from megatron_mhar.routing.chain import SiteParameters, start
+
+        sites = {self.first_sublayer + i: layer.site for i, layer in enumerate(self.layers)}
+        if hasattr(self, "final_site"):
+            sites[self.table.num_sublayers] = self.final_site
+        parameters = {t: SiteParameters(s.query, s.norm_weight, s.null_source) for t, s in sites.items()}
+        return FusedReads(*start(self.table.read_plan, parameters)) if parameters else None
+
     def _units(self) -> Iterator[tuple[int, int, bool]]:
         """Runs of this stage's sublayers: first, one after the last, and whether the run is repeated in the backward.
 
         Full recomputation cuts as megatron-core's does: "uniform" in runs of ``recompute_num_layers`` sublayers,
-        "block" the first ``recompute_num_layers`` of the stage one by one. Sources are kept once in any case, by autograd
-        of whoever made them.
+        "block" the first ``recompute_num_layers`` of the stage one by one. Sources are kept once in any case, by
+        autograd of whoever made them.
         """
         first, stop = self.first_sublayer, self.first_sublayer + len(self.layers)
         config = self.config
@@ -180,6 +199,7 @@ class RoutedStack(HybridStack):
         run_layer: Callable[[Any, Tensor], Tensor],
         quantization: Callable[[int], AbstractContextManager[Any]],
         state: State,
+        fused: FusedReads | None,
         first: int,
         stop: int,
         recompute: bool,
@@ -188,7 +208,10 @@ class RoutedStack(HybridStack):
         used, made = self.table.used_by(first, stop), self.table.made(first, stop)
 
         def run(*tensors: Tensor) -> tuple[Tensor, ...]:
-            history = DepthHistory.after(self.table, first - 1, dict(zip(used, tensors, strict=True)), self.observer)
+            # The ticket is an input as the sources are: what is run again in the backward has its own.
+            here = None if fused is None else replace(fused, ticket=tensors[-1])
+            known = dict(zip(used, tensors, strict=False))
+            history = DepthHistory.after(self.table, first - 1, known, self.observer, here)
             for number in range(first, stop):
                 layer = self.layers[number - self.first_sublayer]
                 with quantization(number):
@@ -196,7 +219,7 @@ class RoutedStack(HybridStack):
                 layer.site.write(history, output)
             return tuple(history.state(made).values())
 
-        inputs = [state[name] for name in used]
+        inputs = [*(state[name] for name in used), *(() if fused is None else (fused.ticket,))]
         # Reentrant checkpoints of inputs without gradients would drop the parameters' gradients in silence.
         if not recompute or not any(tensor.requires_grad for tensor in inputs):
             outputs = run(*inputs)

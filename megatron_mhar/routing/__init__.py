@@ -9,7 +9,20 @@
 (Multi-Head Attention Residuals, arXiv 2607.27230; with one head, Attention Residuals, arXiv 2603.15031.)
 """
 
-from megatron_mhar.routing.api import BACKENDS, resolve_backend, route
-from megatron_mhar.routing.reference import depth_weights
+from importlib import import_module
+from typing import Any
 
-__all__ = ["BACKENDS", "depth_weights", "resolve_backend", "route"]
+_HOMES = {
+    "BACKENDS": "megatron_mhar.routing.api",
+    "depth_weights": "megatron_mhar.routing.reference",
+    "resolve_backend": "megatron_mhar.routing.api",
+    "route": "megatron_mhar.routing.api",
+}
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    """Load on first use: configs and plans name sources and read :mod:`megatron_mhar.routing.plan` without torch."""
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -10,23 +12,39 @@ from torch import Tensor
 from megatron_mhar.routing.eager import route_eager
 from megatron_mhar.routing.reference import route_reference
 
+
+def resolve_backend(backend: str, device: torch.device | str) -> str:
+    """Name of the backend that ``backend`` means on ``device``: "auto" is the fused kernels on a GPU, else torch.
+
+    Raises:
+        ValueError: unknown backend, or one that does not run on ``device``.
+    """
+    fused = torch.device(device).type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    if backend == "auto":
+        return "triton" if torch.device(device).type == "cuda" and find_spec("triton") else "torch"
+    if backend not in BACKENDS:
+        raise ValueError(f"routing backend {backend!r} given; allowed: auto, {', '.join(BACKENDS)}")
+    if backend == "triton" and not (fused and find_spec("triton")):
+        raise ValueError(
+            f"routing backend 'triton' given, but it needs Triton and a GPU, and the sources are on {device}; allowed "
+            "here: auto, reference, torch (TRITON_INTERPRET=1 runs the kernels in Triton's interpreter, for tests)"
+        )
+    return backend
+
+
+def _route_fused(
+    sources: Sequence[Tensor] | Tensor, query: Tensor, norm_weight: Tensor, num_heads: int, eps: float
+) -> Tensor:
+    from megatron_mhar.routing.chain import route_fused  # Triton is not everywhere
+
+    return route_fused(sources, query, norm_weight, num_heads, eps)
+
+
 BACKENDS: dict[str, Callable[[Sequence[Tensor] | Tensor, Tensor, Tensor, int, float], Tensor]] = {
     "reference": route_reference,
     "torch": route_eager,
+    "triton": _route_fused,
 }
-
-
-def resolve_backend(backend: str, device: torch.device | str) -> str:
-    """Name of the backend that ``backend`` means on ``device``: "auto" is the fastest there is, so far one for all.
-
-    Raises:
-        ValueError: unknown backend.
-    """
-    if backend == "auto":
-        return "torch"
-    if backend not in BACKENDS:
-        raise ValueError(f"routing backend {backend!r} given; allowed: auto, {', '.join(BACKENDS)}")
-    return backend
 
 
 def route(
@@ -48,7 +66,7 @@ def route(
         num_heads: H; H = 1 is attention residuals.
         eps: epsilon of the keys' RMSNorm.
         backend: "reference" (the definition), "torch" (saves for backward only the sources, the weights and one number
-            a source and token), or "auto", see :func:`resolve_backend`.
+            a source and token), "triton" (fused kernels), or "auto", see :func:`resolve_backend`.
 
     Returns:
         `[..., d]` in the sources' dtype. Statistics, softmax and sums are fp32 (float64 for float64 sources).

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import math
 import os
 from collections.abc import Callable
 
@@ -12,9 +11,9 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_mhar import platform
+from megatron_mhar.config.layout import check_layout as check_layout
 from megatron_mhar.config.schema import RunConfig
 from megatron_mhar.errors import UserError
-from megatron_mhar.pipeline.plan import check_microbatches
 
 
 def rank() -> int:
@@ -30,38 +29,6 @@ def local_rank() -> int:
 def world_size() -> int:
     """Number of processes as their launcher says, 1 without one."""
     return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def check_layout(config: RunConfig, world: int) -> int:
-    """Number of data-parallel ranks of ``config`` on ``world`` ranks.
-
-    Raises:
-        UserError: the layout does not fit the number of ranks, or the batch the layout.
-    """
-    parallel, training = config.parallel, config.training
-    sizes = {"tensor": parallel.tensor, "pipeline": parallel.pipeline, "context": parallel.context}
-    model_ranks = math.prod(sizes.values())
-    if world % model_ranks:
-        given = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1 or key == "tensor")
-        raise UserError(
-            f"parallel.tensor: {given} given, but it must divide the number of ranks, {world}; "
-            "start as many with torchrun --nproc-per-node"
-        )
-    data_parallel = world // model_ranks
-    step = training.micro_batch_size * data_parallel
-    if training.global_batch_size % step:
-        raise UserError(
-            f"training.global_batch_size: {training.global_batch_size} given, but on {world} ranks it must be a "
-            f"multiple of {step} (micro_batch_size {training.micro_batch_size} x {data_parallel} data-parallel ranks)"
-        )
-    if parallel.virtual_stages > 1:
-        group = parallel.microbatch_group or parallel.pipeline
-        for what, count in (("", 1), (" of an evaluation", config.evaluation.batches)):
-            try:
-                check_microbatches(count * training.global_batch_size // step, parallel.pipeline, group)
-            except ValueError as error:
-                raise UserError(f"training.global_batch_size: {training.global_batch_size}{what}: {error}") from None
-    return data_parallel
 
 
 def initialize(config: RunConfig) -> torch.device:
@@ -92,17 +59,19 @@ def initialize(config: RunConfig) -> torch.device:
         "tensor": (parallel.tensor, parallel_state.get_tensor_model_parallel_world_size),
         "pipeline": (parallel.pipeline, parallel_state.get_pipeline_model_parallel_world_size),
         "context": (parallel.context, parallel_state.get_context_parallel_world_size),
+        "expert": (parallel.expert, parallel_state.get_expert_model_parallel_world_size),
     }
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
             pipeline_model_parallel_size=parallel.pipeline,
             context_parallel_size=parallel.context,
+            expert_model_parallel_size=parallel.expert,
             distributed_timeout_minutes=max(1, parallel.timeout_s // 60),
         )
     for key, (asked, found) in sizes.items():
         if found() != asked:
-            raise UserError(f"parallel.{key}: {asked} given, but this process has groups of {key}-parallel size {found()}")
+            raise UserError(f"parallel.{key}: {asked} given, but the groups of this process are of size {found()}")
     # Not a group: how many stages a rank has is the run's, and the schedule is chosen by it.
     parallel_state.set_virtual_pipeline_model_parallel_world_size(
         parallel.virtual_stages if parallel.virtual_stages > 1 else None

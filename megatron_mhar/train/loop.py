@@ -26,14 +26,14 @@ from megatron_mhar.config.load import flatten
 from megatron_mhar.config.schema import RunConfig
 from megatron_mhar.data.dataset import build_datasets, check_data, micro_batches
 from megatron_mhar.errors import UserError
-from megatron_mhar.model.build import build_models, resolve_layers
+from megatron_mhar.model.build import build_models, check_layers, resolve_layers
 from megatron_mhar.model.observe import record_routing
 from megatron_mhar.pipeline.communicator import connect_stages
 from megatron_mhar.routing import resolve_backend
 from megatron_mhar.run_files import RoutingMap, RunSummary
 from megatron_mhar.tracking.journal import load_metrics
 from megatron_mhar.tracking.tracker import Tracker
-from megatron_mhar.train import checkpoint
+from megatron_mhar.train.checkpoint import Checkpoints
 from megatron_mhar.train.distributed import (
     any_rank,
     check_layout,
@@ -46,10 +46,11 @@ from megatron_mhar.train.distributed import (
     shut_down,
     world_size,
 )
-from megatron_mhar.train.loss import cross_entropy
+from megatron_mhar.train.loss import cross_entropy, take_balancing_loss
 from megatron_mhar.train.optimizer import Optimizer, optimizer_name
 from megatron_mhar.train.progress import ProgressLog
 from megatron_mhar.train.run_folder import RunFolder
+from megatron_mhar.train.watch import Watch
 
 logger = logging.getLogger("megatron_mhar")
 
@@ -68,15 +69,19 @@ def train(config: RunConfig) -> RunSummary | None:
             the disk fails on the way.
     """
     check_layout(config, world_size())
-    resolve_layers(config.model.layers)
+    check_layers(config)
     alone = not torch.distributed.is_initialized()
     device = initialize(config)
     try:
-        # Every machine must have the files; one process of each reads them.
-        found = on_every_rank(lambda: check_data(config) if local_rank() == 0 else {})
-        digests = on_first_rank(lambda: found)
         folder = RunFolder(config)
         with ExitStack() as stack:
+            parallel = config.parallel
+            watch = stack.enter_context(
+                Watch(folder.files, heartbeat_s=parallel.heartbeat_s, timeout_s=parallel.timeout_s)
+            )
+            # Every machine must have the files; one process of each reads them.
+            found = on_every_rank(lambda: check_data(config) if local_rank() == 0 else {})
+            digests = on_first_rank(lambda: found)
             first = rank() == 0
             on_first_rank(lambda: stack.enter_context(folder.locked()))
             finished = on_first_rank(folder.finished)
@@ -88,7 +93,11 @@ def train(config: RunConfig) -> RunSummary | None:
                 logger.info("%s: finished at step %d already", folder.path, finished.steps)
                 return finished if first else None
             tracker = stack.enter_context(_tracker(config, folder)) if first else None
-            summary = Trainer(config, folder, device, progress, tracker, digests).run(start)
+            # An error is told to the other ranks before tracker and log are closed, which takes its time.
+            stack.push(watch)
+            trainer = Trainer(config, folder, device, progress, tracker, digests)
+            watch.steps_done = lambda: trainer.steps_done
+            summary = trainer.run(start)
             return summary if first else None
     finally:
         if alone:
@@ -133,6 +142,7 @@ class Trainer:
         self.chunks = wrap(config, self.models)
         self.optimizer = Optimizer(config, self.chunks)
         connect(self.chunks, self.optimizer)
+        self.checkpoints = Checkpoints(config, folder.files.checkpoints, self.chunks, self.optimizer)
         self.train_set, self.valid_set = build_datasets(config, folder.files.index, digests)
         self.data_parallel = parallel_state.get_data_parallel_world_size()
         # Of this rank, in a global batch.
@@ -141,28 +151,31 @@ class Trainer:
         self.speeds: list[float] = []
         self.lr = self.optimizer.lr  # of the last step
         self.stop_signal: int | None = None
+        self.steps_done = 0
         self.routing: RoutingMap | None = None
 
     def run(self, start: int) -> RunSummary | None:
         """Train from step ``start`` on; the summary if the last step was reached."""
         training, step = self.config.training, start
-        if start:
-            checkpoint.load(self.folder.files.checkpoints, self.chunks, self.optimizer, step=start)
-            logger.info("continued from %s", checkpoint.checkpoint_path(self.folder.files.checkpoints, start))
+        self.steps_done = start
+        self.checkpoints.resume(start)
         self._announce()
         last = min(training.steps, training.stop_after or training.steps)
         batches = self._batches(self.train_set, start * training.global_batch_size,
                                 training.steps * training.global_batch_size)  # fmt: skip
         saved = start
-        with self._signals():
+        with self._signals(), self.checkpoints:
             pending: list[tuple[Tensor | None, float]] = []
             mark = time.perf_counter()
             while step < last:
                 loss, norm = self.train_step(batches)
                 pending.append((loss, norm))
                 step += 1
+                self.steps_done = step
+                self.checkpoints.poll()
                 if not math.isfinite(norm):  # of all gradients, and so the same on every rank
                     self._report(step, pending, time.perf_counter() - mark)
+                    self.checkpoints.wait()
                     raise UserError(
                         f"step {step}: the gradient norm is {norm}: the run has diverged. Nothing of this step is "
                         f"saved, the newest checkpoint is of step {saved}"
@@ -177,14 +190,13 @@ class Trainer:
                 if evaluates and self.valid_set is not None:
                     self._evaluate(step)
                 if saves:
-                    checkpoint.save(self.folder.files.checkpoints, self.chunks, self.optimizer,
-                                    {"step": step, "samples": step * training.global_batch_size},
-                                    step=step, keep=self.config.checkpoint.keep)  # fmt: skip
+                    self.checkpoints.save(step, {"step": step, "samples": step * training.global_batch_size})
                     saved = step
                 if not pending:
                     mark = time.perf_counter()
                 if stopping:
                     break
+            self.checkpoints.wait()
         if step < training.steps:
             reason = f"signal {self.stop_signal}" if self.stop_signal else "stop_after" if step >= last else "a rank"
             logger.info("stopped by %s after step %d, saved at step %d; the same command goes on", reason, step, saved)
@@ -266,6 +278,7 @@ class Trainer:
                 device=self.device,
                 num_workers=self.config.data.num_workers,
                 vocab_size=self.config.model.vocab_size,
+                context_group=parallel_state.get_context_parallel_group(),
             )
         else:
             batches = repeat({})
@@ -289,23 +302,29 @@ class Trainer:
 
     def _own_parameters(self) -> int:
         """Parameters that are counted on this rank, so that the sum over ranks counts each once."""
-        if parallel_state.get_data_parallel_rank(with_context_parallel=True) != 0:
-            return 0
+        replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        expert_replica = parallel_state.get_expert_data_parallel_rank()
         first = parallel_state.get_tensor_model_parallel_rank() == 0
         return sum(
             p.numel()
             for chunk in self.chunks
             for p in chunk.parameters()
-            # megatron-core marks the copy of a tied embedding on the last stage as shared.
-            if (first or getattr(p, "tensor_model_parallel", False)) and not getattr(p, "shared", False)
+            # megatron-core marks parameters of shared-out experts, and the copy of a tied embedding on the last stage.
+            if (replica if getattr(p, "allreduce", True) else expert_replica) == 0
+            and (first or getattr(p, "tensor_model_parallel", False))
+            and not getattr(p, "shared", False)
         )
 
     def _report(self, step: int, pending: list[tuple[Tensor | None, float]], seconds: float) -> None:
         """Log the steps since the last report; ``step`` is the last of them."""
         own = [loss for loss, _ in pending if loss is not None]
         losses = mean_of_last_stage(torch.stack(own) if own else None, len(pending)).tolist()
+        model, training = self.config.model, self.config.training
+        balance: dict[str, float] = {}
+        if model.num_experts and model.moe_aux_loss_coeff:
+            micro_batches = len(pending) * self.micro_batches
+            balance["train/load_balancing_loss"] = take_balancing_loss(model.layer_pattern.count("E"), micro_batches)
         platform.synchronize()
-        training = self.config.training
         tokens = len(pending) * training.global_batch_size * training.sequence_length
         speed = tokens / seconds
         self.speeds.append(speed)
@@ -318,6 +337,7 @@ class Trainer:
                     "train/tokens": number * training.global_batch_size * training.sequence_length,
                     "train/peak_memory_bytes": platform.peak_memory_bytes(),
                 }
+                metrics |= balance
             if self.tracker is not None:
                 self.tracker.log(number, metrics)
         self.progress.report(loss=losses[-1], tokens_per_second=speed)
@@ -423,13 +443,15 @@ def forward_step(
         Logits and what makes a loss of them; on all but the last pipeline stage what the next one receives.
     """
     batch = next(batches)
+    context = parallel_state.get_context_parallel_world_size()
     output = model(batch.get("tokens"), batch.get("position_ids"), None)
 
     def loss(logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         per_token, squared_partition = cross_entropy(logits, batch["labels"])
         mean = per_token.mean()
         total = mean + z_loss * squared_partition.mean() if z_loss else mean
-        # The schedule divides what it gets in place.
-        return total, {"loss": mean.detach().clone()}
+        # The schedule changes what it gets in place. It multiplies by the number of context ranks, over which gradients
+        # are then averaged, for losses that are a part of a sum; this one is a mean over the rank's own tokens.
+        return total / context, {"loss": mean.detach().clone()}
 
     return output, loss

@@ -130,8 +130,40 @@ class ResumableOptimizer(DistributedOptimizer):
             chunk.start_param_sync(force_sync=True)
 
 
+class ResumableChain(ChainedOptimizer):
+    """A rank's optimizers: of the shared weights and, under expert parallelism, of its experts. Saved as one.
+
+    Upstream's form of a chain of two does not load into a chain of one: its entries are numbered, and groups of
+    parameters are told apart by whether they hold shared-out experts. Here the expert-parallel size leaves no trace.
+    """
+
+    def sharded_state_dict(
+        self, model_sharded_state_dict: dict[str, Any], is_loading: bool = False, **kwargs: Any
+    ) -> dict[str, Any]:
+        """State of all parts: hyperparameters once (experts have those of other matrices), tensors by part."""
+        self._synchronize_steps()
+        states = {
+            number: part.sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
+            for number, part in self._parts_with_parameters()
+        }
+        return states[0] | {"param_state": {number: state["param_state"] for number, state in states.items()}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`sharded_state_dict` gave, under any expert-parallel size."""
+        for number, part in self._parts_with_parameters():
+            experts = {"is_expert_parallel": part.param_groups[0]["is_expert_parallel"]}
+            groups = [group | experts for group in state_dict["optimizer"]["param_groups"]]
+            tensors = state_dict["param_state"][number]
+            part.load_state_dict(state_dict | {"optimizer": {"param_groups": groups}, "param_state": tensors})
+        self._synchronize_steps()
+
+    def _parts_with_parameters(self) -> list[tuple[int, ResumableOptimizer]]:
+        """Not the experts' on a pipeline stage without any, which could not say how many steps it has done."""
+        return [(number, part) for number, part in enumerate(self.chained_optimizers) if part.buffers]
+
+
 class Optimizer:
-    """AdamW over all parameters of a rank's model chunks, its schedule and, if asked for, the moving average of the weights."""
+    """AdamW over a rank's model chunks, its schedule and, if asked for, the moving average of the weights."""
 
     def __init__(self, config: RunConfig, chunks: Sequence[torch.nn.Module]) -> None:
         settings, bf16 = config.optimizer, config.training.precision == "bf16"
@@ -142,9 +174,8 @@ class Optimizer:
             undecayed = ParamWithNamePredicate(
                 "no_weight_decay",
                 lambda parameter, name: (
-                    "embedding" if getattr(parameter, "shared_embedding", False) else parameter_group(name)
-                )
-                in exempt,
+                    ("embedding" if getattr(parameter, "shared_embedding", False) else parameter_group(name)) in exempt
+                ),
             )
             overrides[ParamKey(with_name_predicate=undecayed)] = ParamGroupOverride(wd_mult=0.0)
         self.megatron = get_megatron_optimizer(
@@ -165,9 +196,9 @@ class Optimizer:
             list(chunks),
             config_overrides=overrides,  # not None: megatron-core's default goes by shape
         )
+        self.megatron.__class__ = ResumableChain
         self.parts: list[ResumableOptimizer] = []
-        chained = self.megatron.chained_optimizers if isinstance(self.megatron, ChainedOptimizer) else [self.megatron]
-        for part in chained:
+        for part in self.megatron.chained_optimizers:
             part.__class__ = ResumableOptimizer
             part.prepare(keep_average=settings.ema_decay is not None)
             self.parts.append(part)

@@ -14,7 +14,7 @@ from megatron_mhar.config.load import dump_config, flatten, load_config
 from megatron_mhar.config.schema import RunConfig
 from megatron_mhar.errors import UserError
 from megatron_mhar.run_files import RunFiles, RunSummary, write_whole
-from megatron_mhar.train.checkpoint import checkpoint_steps, remove_partial
+from megatron_mhar.train.checkpoint import checkpoint_steps
 
 # A run may go on with other values of these keys; any other key would make it another run.
 CHANGEABLE = (
@@ -60,7 +60,6 @@ class RunFolder:
             write_whole(self.files.config, dump_config(self.config))
             if digests:
                 write_whole(self.files.data, contents)
-            remove_partial(self.files.checkpoints)
         return steps[-1] if steps else 0
 
     @contextmanager

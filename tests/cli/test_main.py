@@ -15,6 +15,7 @@ from megatron_mhar.errors import UserError
 # The command line is an interface: a change here is a change for everyone's scripts.
 ARGUMENTS = {
     "train": ["CONFIG", "[KEY=VALUE]..."],
+    "plan": ["CONFIG", "[KEY=VALUE]..."],
     "data demo": [],
     "compare": ["RUN_DIR..."],
     "sync": ["RUN_DIR..."],
@@ -22,6 +23,7 @@ ARGUMENTS = {
 }
 OPTIONS = {
     "train": [],
+    "plan": ["--gpus", "--gpus-per-node", "--json", "--link-gbps", "--memory", "--tflops"],
     "data demo": ["--force", "--max-mb", "--min-mb", "--out", "--seed", "--vocab-size"],
     "compare": ["--out"],
     "sync": ["--timeout", "--uri"],

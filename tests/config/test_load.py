@@ -124,7 +124,7 @@ def test_dumped_config_loads_to_an_equal_one(run: Path, write: Write, overrides:
 def test_dump_has_every_key(run: Path) -> None:
     config = load_config(run)
     dumped = yaml.safe_load(dump_config(config))
-    assert dumped["checkpoint"] == {"interval": 1000, "keep": 2}
+    assert dumped["checkpoint"] == {"interval": 1000, "keep": 2, "keep_every": None, "asynchronous": False}
     assert dumped["model"]["head_dim"] is None
     assert dumped["output_dir"] == "runs"
     assert set(dumped) == set(type(config).model_fields)

@@ -1,0 +1,475 @@
+"""Ranks watch one another: when one dies, the others end with an error that names it instead of waiting for it.
+
+Every rank beats: a thread of its own writes, some times within ``parallel.heartbeat_s``, who and where it is to the
+store through which the ranks met. It reads the beats of at most three others, whatever the number of ranks: of the
+next rank, of the next one on its own machine, whose process it can look for, and of rank 0 where that keeps the store.
+The first to miss one writes a verdict; everyone reads it, says it, and ends. A rank that fails by an exception writes
+the verdict on itself.
+
+A rank whose main thread is slow goes on beating. What can keep the beating thread from running is one long call that
+holds Python's lock, or a process that is stopped; ``heartbeat_s`` must be longer than the former.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import math
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Self
+
+import torch
+from rich.console import Console
+from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from megatron_mhar.errors import UserError
+from megatron_mhar.run_files import RunFiles
+from megatron_mhar.train.checkpoint import checkpoint_steps
+
+logger = logging.getLogger("megatron_mhar")
+
+EXIT_CODE = 1
+_BEATS = 6  # within heartbeat_s
+_LEAVING_POLL_S = 0.05
+_PACKAGE = __name__.partition(".")[0] + "."
+# Runs of one process have keys of their own. All ranks run the same, and so count alike.
+_runs = itertools.count()
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process, so that others of its machine can tell whether it is still there.
+
+    Attributes:
+        host: name of its machine.
+        pid: its number.
+        started: when, in clock ticks since the machine started; numbers are given again, this is not.
+        namespace: where the number holds: machine, its start, and namespace; empty where the system does not say.
+    """
+
+    host: str
+    pid: int
+    started: str
+    namespace: str
+
+    @classmethod
+    def this(cls) -> Self:
+        """The process that asks."""
+        pid, started, namespace = os.getpid(), "", ""
+        with contextlib.suppress(OSError):
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            own, numbered = _process_status("self"), _process_status(pid)
+            if own is not None and own == numbered:  # else /proc is that of another namespace
+                started, namespace = own[1], f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+        return cls(socket.gethostname(), pid, started, namespace)
+
+    def is_gone(self, onlooker: Process) -> bool:
+        """Whether ``onlooker`` can see that the process is no more; False also where it cannot see it."""
+        if not self.namespace or self.namespace != onlooker.namespace:
+            return False
+        try:
+            status = _process_status(self.pid)
+        except OSError:  # too many open files, say: that tells nothing of the other
+            return False
+        return status is None or status[0] in "ZX" or status[1] != self.started
+
+
+def _process_status(pid: int | str) -> tuple[str, str] | None:
+    """State letter and start in clock ticks of a process, None if there is none.
+
+    Raises:
+        OSError: the system does not say.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        if not Path("/proc/self/stat").exists():
+            raise
+        return None
+    fields = text.rpartition(")")[2].split()  # behind the name, which may hold anything
+    return fields[0], fields[19]
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank says of itself.
+
+    Attributes:
+        rank: the rank.
+        process: its process.
+        number: counts its beats.
+        step: steps done.
+        place: function and line of ours that its main thread is in.
+        ended: whether it has left; no beat follows.
+    """
+
+    rank: int
+    process: Process
+    number: int
+    step: int
+    place: str
+    ended: bool
+
+    def dump(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def load(cls, text: bytes) -> Self:
+        """From what :meth:`dump` gave."""
+        fields = json.loads(text)
+        return cls(**fields | {"process": Process(**fields["process"])})
+
+    def who(self) -> str:
+        """The rank, for a message."""
+        return f"rank {self.rank} on host {self.process.host} (pid {self.process.pid})"
+
+
+class Silence:
+    """How long a counter has stood still for someone who looks at it about every ``interval_s`` seconds.
+
+    Time in which the onlooker did not run is not counted: who was suspended with all others wakes up to no alarm.
+    """
+
+    def __init__(self, interval_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._longest, self._clock = 2 * interval_s, clock
+        self._looked = clock()
+        self._value: int | None = None
+        self._seconds = 0.0
+
+    def look(self, value: int | None) -> float:
+        """Seconds since the counter was first seen at ``value``; None stands for a counter that is not there yet."""
+        now = self._clock()
+        self._seconds = self._seconds + min(now - self._looked, self._longest) if value == self._value else 0.0
+        self._looked, self._value = now, value
+        return self._seconds
+
+
+class Watch(AbstractContextManager["Watch"]):
+    """Within the context this rank beats and watches; all ranks must enter it.
+
+    If another rank is lost, an error that names it is logged and the process ends with :data:`EXIT_CODE`: the main
+    thread may be in a call that never returns. An exception that leaves the context is told to the other ranks; one of
+    torch.distributed's is often another rank's death, and so held back until it is clear that no rank is missing.
+
+    One process alone has nothing to watch. Ranks that met through another store than torch's TCPStore are not watched,
+    and rank 0 says so.
+
+    Args:
+        files: of the run; its newest complete checkpoint is told, and its log written to where rank 0 cannot.
+        heartbeat_s: seconds of silence after which a rank is taken for dead.
+        timeout_s: seconds until a rank is missed that has never been heard.
+    """
+
+    def __init__(self, files: RunFiles, *, heartbeat_s: float, timeout_s: float) -> None:
+        self.files, self.heartbeat_s, self.timeout_s = files, heartbeat_s, timeout_s
+        self.interval_s = heartbeat_s / _BEATS
+        # Steps done so far; whoever counts them puts a better function here.
+        self.steps_done: Callable[[], int] = lambda: 0
+        self.rank, self.world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self._process = Process.this()
+        self._keeps_store = self.rank == 0 and not _agent_keeps_store()
+        self._heard: dict[int, Beat] = {}
+        self._silences: dict[int, Silence] = {}
+        self._numbers = itertools.count()
+        self._rounds = 0
+        self._verdict: tuple[int | None, str] | None = None  # rank, if it is one, and what is said of it
+        self._broken: DistError | None = None
+        self._failure: BaseException | None = None
+        self._unneeded = threading.Event()  # the store that this rank keeps, by the others
+        self._out = threading.Event()  # the main thread has come out of the context, by itself
+        self._helpless = False  # but another rank's end may be why
+        self._leaving = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def __enter__(self) -> Self:
+        if self.world == 1:
+            return self
+        if not _is_tcp(store := _default_store()):
+            if self.rank == 0:
+                logger.warning(
+                    "the ranks met through a %s: one that dies is not named, its silence ends the others after %g s",
+                    type(store).__name__, self.timeout_s,
+                )  # fmt: skip
+            return self
+        self._main = threading.get_ident()
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        prefix = f"mhar/watch/{attempt}/{next(_runs)}"
+        for rank in _first_watched(self.rank, self.world, keeper=None if _agent_keeps_store() else 0):
+            self._watch(rank)
+        for target, arguments in ((self._beat_and_listen, (store, prefix)), (self._judge, ())):
+            thread = threading.Thread(target=target, args=arguments, name=f"mhar{target.__name__}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Tell the others; the rank that keeps the store stays until they know. A second call does nothing."""
+        if not self._threads:
+            return
+        beating, judging = self._threads
+        self._threads = []
+        if error is not None and _is_of_communication(error):
+            with _unsignalled():
+                self._helpless = True
+                self._out.set()
+                judging.join(self.heartbeat_s + 3 * self.interval_s)  # ends the process if a rank is missing
+            self._helpless = False
+        self._failure = error
+        self._out.set()
+        self._leaving.set()
+        # The store may be lost: then there is nobody to tell.
+        beating.join(3 * self.interval_s + (self.timeout_s if self._keeps_store else 0))
+        judging.join()
+
+    # The beating thread: everything that asks the store, which may never answer.
+
+    def _beat_and_listen(self, default: Store, prefix: str) -> None:
+        try:
+            # A connection of its own: a main thread that waits for a key keeps the other one to itself.
+            store = PrefixStore(prefix, default.clone())  # type: ignore[attr-defined]
+            while True:
+                leaving = self._leaving.is_set()
+                self._beat(store, ended=leaving)
+                self._listen(store)
+                self._rounds += 1
+                if leaving or self._verdict is not None:
+                    self._take_leave(store)
+                    return
+                self._leaving.wait(self.interval_s)
+        except DistError as error:
+            self._broken = error
+        except Exception:
+            logger.warning("the watch over other ranks has ended:\n%s", traceback.format_exc())
+            self._out.set()
+
+    def _beat(self, store: Store, *, ended: bool) -> None:
+        frame = sys._current_frames().get(self._main)
+        place = _place(_frames_of(frame))
+        beat = Beat(self.rank, self._process, next(self._numbers), self.steps_done(), place, ended)
+        if self._failure is not None:
+            self._accuse(store, self.rank, _failure_text(beat, self._failure))
+        store.set(f"beat/{self.rank}", beat.dump())
+
+    def _listen(self, store: Store) -> None:
+        if self._verdict is None and store.check(["verdict"]):
+            self._read_verdict(store.get("verdict"))
+        if self._verdict is not None:
+            return
+        for rank in list(self._silences):
+            beat = self._hear(store, rank)
+            if beat is not None and not beat.ended and beat.process.is_gone(self._process):
+                beat = self._hear(store, rank) or beat  # its last word may have come in between
+                if not beat.ended:
+                    self._accuse(store, rank, self._lost(beat, "has died"))
+            seconds = self._silences[rank].look(beat.number if beat is not None else None)
+            if beat is None:
+                if seconds > self.timeout_s:
+                    self._accuse(store, rank, f"rank {rank} has not been heard from at all for {seconds:.0f} s")
+            elif beat.ended:
+                del self._silences[rank]
+                self._watch(rank + 1)
+            elif seconds > self.heartbeat_s:
+                self._accuse(store, rank, self._lost(beat, f"has not been heard from for {seconds:.0f} s"))
+
+    def _hear(self, store: Store, rank: int) -> Beat | None:
+        key = f"beat/{rank}"
+        if rank not in self._heard and not store.check([key]):
+            return None
+        self._heard[rank] = Beat.load(store.get(key))
+        return self._heard[rank]
+
+    def _watch(self, rank: int) -> None:
+        """Watch ``rank``, or the next one after it that has not ended."""
+        for candidate in range(rank, rank + self.world):
+            candidate %= self.world
+            if candidate == self.rank:
+                return
+            if candidate not in self._heard or not self._heard[candidate].ended:
+                self._silences.setdefault(candidate, Silence(self.interval_s))
+                return
+
+    def _accuse(self, store: Store, rank: int, text: str) -> None:
+        """Write the verdict; if there is one already, it stays."""
+        own = json.dumps([rank, text])
+        verdict = store.compare_set("verdict", "", own)
+        if rank != self.rank and verdict == own.encode():
+            store.add("gone", 1)  # in its place
+        self._read_verdict(verdict)
+
+    def _read_verdict(self, verdict: bytes) -> None:
+        rank, text = json.loads(verdict)
+        self._verdict = rank, text
+
+    def _take_leave(self, store: Store) -> None:
+        """Say that this rank asks the store for nothing more; if it keeps the store, wait until all have said so."""
+        store.add("gone", 1)
+        go_at = math.inf
+        while self._keeps_store and store.add("gone", 0) < self.world and time.monotonic() < go_at:
+            # Whoever is dead too says nothing.
+            limit = 3 * self.interval_s if self._verdict is not None else self.timeout_s
+            go_at = min(go_at, time.monotonic() + limit)
+            time.sleep(_LEAVING_POLL_S)
+            self._listen(store)
+        self._unneeded.set()
+
+    # The judging thread: asks nobody, and ends the process.
+
+    def _judge(self) -> None:
+        tick = self.interval_s / 2
+        silence = Silence(tick)
+        while True:
+            if self._out.wait(tick) and not self._helpless:
+                return
+            if self._helpless:
+                time.sleep(tick)
+            if self._verdict is None:
+                quiet = silence.look(self._rounds)
+                if self._broken is None and quiet < self.heartbeat_s:
+                    continue
+                self._verdict = self._store_lost(quiet)
+            if self._keeps_store:
+                self._unneeded.wait(4 * self.interval_s)  # lest the others take this rank for the first to die
+            # An error that all ranks come to is each one's own to tell.
+            if not self._helpless and self._out.wait(self.interval_s) and not self._helpless:
+                return
+            self._end(*self._verdict)
+
+    def _store_lost(self, quiet: float) -> tuple[int | None, str]:
+        since = "does not answer any more" if self._broken else f"has not answered for {quiet:.0f} s"
+        where = os.environ.get("MASTER_ADDR", "an unknown host")
+        if _agent_keeps_store():
+            return None, f"torchrun's agent on {where}, through which the ranks meet, {since}"
+        keeper = self._heard.get(0)
+        if keeper is None:
+            return 0, f"rank 0 on {where}, through which the ranks meet, {since}"
+        if keeper.process.is_gone(self._process):
+            return 0, self._lost(keeper, "has died")
+        return 0, self._lost(keeper, f"{since}: it or its machine is gone")
+
+    def _lost(self, beat: Beat, what: str) -> str:
+        # Ranks go from step to step together: this one's count is as good, and newer than the other's last word.
+        seen = f"; it was last seen in {beat.place}" if beat.place else ""
+        return f"{beat.who()} {what}, {_when(max(beat.step, self.steps_done()))}{seen}"
+
+    def _end(self, rank: int | None, text: str) -> None:
+        """Say it and end the process; neither may wait for the main thread, or for a file system that is gone too."""
+        for child in multiprocessing.active_children():  # a writer left over could disturb the next start
+            child.kill()
+        speaker = threading.Thread(target=self._speak, args=(rank, text), daemon=True)
+        speaker.start()
+        speaker.join(max(1.0, self.interval_s))
+        if speaker.is_alive():
+            with contextlib.suppress(OSError):
+                os.write(2, f"{text}\n".encode())
+        os._exit(EXIT_CODE)
+
+    def _speak(self, rank: int | None, text: str) -> None:
+        Console(stderr=True).show_cursor()  # a bar has hidden it
+        steps = checkpoint_steps(self.files.checkpoints)
+        rest = (
+            f"The newest complete checkpoint is of step {steps[-1]}: the same command goes on from there"
+            if steps
+            else "There is no complete checkpoint yet: the same command starts anew"
+        )
+        logger.error("%s. %s", text, rest)
+        if rank == 0 and self.rank == 1 and self.files.log.parent.is_dir():  # the log was rank 0's to write
+            with contextlib.suppress(OSError), self.files.log.open("a", encoding="utf-8") as log:
+                log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}. {rest}\n")
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+
+
+def _first_watched(rank: int, world: int, *, keeper: int | None) -> set[int]:
+    """Ranks to watch: the next, the next on this machine as its launcher says, and the keeper of the store."""
+    watched = {(rank + 1) % world}
+    local, local_world = (int(os.environ.get(key, "-1")) for key in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    first = rank - local
+    if 0 <= local < local_world and 0 <= first and first + local_world <= world:
+        watched.add(first + (local + 1) % local_world)
+    if keeper is not None:
+        watched.add(keeper)
+    return watched - {rank}
+
+
+def _default_store() -> Store:
+    # torch has no public way to the store of the default group.
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def _is_tcp(store: Store) -> bool:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, TCPStore)
+
+
+def _agent_keeps_store() -> bool:
+    """Whether torchrun's agent keeps the store and not rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _is_of_communication(error: BaseException) -> bool:
+    """Whether an error comes out of talking to other ranks, also where it was raised again as another one."""
+    seen: BaseException | None = error
+    while seen is not None:
+        # gloo raises plain RuntimeErrors, which name the file of its source.
+        if isinstance(seen, DistError) or (isinstance(seen, RuntimeError) and "gloo/" in str(seen)):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+@contextlib.contextmanager
+def _unsignalled() -> Iterator[None]:
+    """Within the context the signals of a launcher that has seen a rank die do not end this process without a word."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _frames_of(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:
+    while frame is not None:
+        yield frame, frame.f_lineno
+        frame = frame.f_back
+
+
+def _place(frames: Iterator[tuple[FrameType, int]]) -> str:
+    """The first of ``frames``, innermost first, that is of this package; empty if none is."""
+    for frame, line in frames:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(_PACKAGE) and module != __name__:
+            return f"{module}.{frame.f_code.co_name}, line {line}"
+    return ""
+
+
+def _when(step: int) -> str:
+    return f"after step {step}" if step else "before the first step"
+
+
+def _failure_text(beat: Beat, error: BaseException) -> str:
+    place = _place(reversed(list(traceback.walk_tb(error.__traceback__))))
+    reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    reason = " ".join(reason.split()).rstrip(":.")
+    return f"{beat.who()} failed {_when(beat.step)}{f', in {place}' if place else ''}: {reason[:1000]}"

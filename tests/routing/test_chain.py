@@ -1,0 +1,242 @@
+"""Fused kernels against the reference: in Triton's interpreter without a GPU, compiled where there is one."""
+
+import itertools
+
+import pytest
+import torch
+
+from megatron_mhar.routing import resolve_backend, route
+from megatron_mhar.routing.chain import SiteParameters, start
+from megatron_mhar.routing.eager import route_eager
+from megatron_mhar.routing.plan import ReadPlan, Reads
+from megatron_mhar.routing.reference import route_reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EXACT = 1e-5  # relative, in fp32
+
+SHAPES = [  # sites, tokens, d, H
+    (1, 5, 8, 2),
+    (4, 3, 40, 5),
+    (5, 2, 1280, 8),  # heads of 160 channels: two tiles
+    (4, 3, 1000, 8),  # heads of 125: a tile that is not full
+    (3, 2, 1000, 1),
+    (6, 2, 96, 16),
+    (18, 3, 32, 4),  # more sites than a tile of queries
+]
+
+
+def full(sites):
+    return tuple(tuple(range(t + 1)) for t in range(sites))
+
+
+def random(*shape, seed, scale=1.0, dtype=torch.float32):
+    g = torch.Generator().manual_seed(seed)
+    return (torch.randn(*shape, generator=g) * scale).to(DEVICE, dtype)
+
+
+def parameters(sites, d, null, scale, dtype):
+    return [
+        SiteParameters(
+            random(d, seed=3 * t, scale=scale, dtype=dtype),
+            1 + random(d, seed=3 * t + 1, scale=0.2, dtype=dtype),
+            random(d, seed=3 * t + 2, dtype=dtype) if null else None,
+        )
+        for t in range(sites)
+    ]
+
+
+def model(rows, sites, embedding, heads, fused, *, made, plain=route_reference):
+    """A model whose sublayers are tanh: output, sources. ``made`` names the row that each output becomes."""
+    plan = ReadPlan(rows, heads)
+    chain, ticket = start(plan, dict(enumerate(sites))) if fused else (None, None)
+
+    def add(row, tensor):
+        return chain.add(row, tensor, ticket) if fused else tensor
+
+    sources = {0: add(0, embedding)}
+    for t, read in enumerate(rows):
+        own = [sources[row] for row in read]
+        if fused:
+            h = chain.read(t, own, ticket)
+        else:
+            query, norm_weight, null = sites[t]
+            h = plain(([] if null is None else [null]) + own, query, norm_weight, heads, plan.eps)
+        out = torch.tanh(h * 1.5) + 0.1 * h
+        for row in made[t]:
+            sources[row] = add(row, out)
+    return out, sources
+
+
+def gradients(rows, sites, embedding, heads, fused, *, made, extra=(), plain=route_reference):
+    """Loss and gradients of embedding and parameters; sources in ``extra`` are also used by someone else.
+
+    The reference is run in float64.
+    """
+    dtype = torch.float64 if not fused and plain is route_reference else embedding.dtype
+    sites = [
+        SiteParameters(*(None if p is None else p.to(dtype, copy=True).requires_grad_() for p in s)) for s in sites
+    ]
+    embedding = embedding.to(dtype, copy=True).requires_grad_()
+    out, sources = model(rows, sites, embedding, heads, fused, made=made, plain=plain)
+    weight = torch.linspace(-1, 1, out.shape[-1], device=DEVICE, dtype=torch.float64)
+    loss = (out.double() * weight).sum() + sum((sources[row].double() ** 2).sum() for row in extra)
+    loss.backward()
+    return loss.detach(), embedding.grad, [p.grad for s in sites for p in s if p is not None]
+
+
+def chained(sites):
+    return {t: (t + 1,) if t + 1 < sites else () for t in range(sites)}
+
+
+def error(found, expected):
+    return (found.double() - expected.double()).norm()
+
+
+def assert_close(found, expected, tolerance):
+    """Relative to the whole tensor's norm, and absolutely where that is nothing (a site with one source)."""
+    assert error(found, expected) <= tolerance * max(expected.double().norm(), 1e-2 * expected.numel() ** 0.5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("null", [False, True])
+def test_a_chain_equals_the_reference(shape, null):
+    count, tokens, d, heads = shape
+    sites = parameters(count, d, null, 2 * (heads / d) ** 0.5, torch.float32)
+    embedding = random(tokens, d, seed=99)
+    given = dict(made=chained(count), extra=(0, count // 2))
+    truth, chain = (gradients(full(count), sites, embedding, heads, fused, **given) for fused in (False, True))
+    plain = gradients(full(count), sites, embedding, heads, False, plain=route_eager, **given)
+    assert_close(chain[0], truth[0], EXACT)
+    for true, found, other in zip([truth[1], *truth[2]], [chain[1], *chain[2]], [plain[1], *plain[2]], strict=True):
+        # Where softmaxes are sharp, fp32 itself is no better than 1e-5: then as good as plain fp32.
+        if error(found, true) > 3 * error(other, true):
+            assert_close(found, true, EXACT)
+
+
+def test_rows_of_blocks():
+    """Closed blocks first, an open sum that one site reads: what the block forms give."""
+    rows = ((0,), (0, 3), (0, 1), (0, 1, 4), (0, 1, 2))
+    assert ReadPlan(rows, 2).reads == (
+        Reads(1, 1, 1), Reads(1, 3, 2), Reads(2, 2, 2), Reads(2, 4, 3), Reads(3, 3, 3)
+    )  # fmt: skip
+    made = {0: (3,), 1: (1,), 2: (4,), 3: (2,), 4: ()}
+    sites = parameters(5, 24, True, 1.0, torch.float32)
+    embedding = random(2, 3, 24, seed=7)
+    one, other = (gradients(rows, sites, embedding, 2, fused, made=made) for fused in (False, True))
+    for found, expected in zip([*other[:2], *other[2]], [*one[:2], *one[2]], strict=True):
+        assert_close(found, expected, EXACT)
+
+
+def test_large_and_zero_queries():
+    embedding = random(4, 32, seed=1)
+    for scale in (0.0, 30.0):
+        sites = parameters(4, 32, False, scale, torch.float32)
+        one, other = (gradients(full(4), sites, embedding, 4, fused, made=chained(4)) for fused in (False, True))
+        for found, expected in zip([*other[:2], *other[2]], [*one[:2], *one[2]], strict=True):
+            assert torch.isfinite(found).all()
+            assert_close(found, expected, 1e-4)
+
+
+@pytest.mark.parametrize("sources", [1, 3, 9])
+def test_bf16_is_within_two_roundings_of_the_truth(sources):
+    tokens, d, heads = 6, 64, 4
+    s = [random(tokens, d, seed=i, dtype=torch.bfloat16) for i in range(sources)]
+    query, norm = random(d, seed=50, dtype=torch.bfloat16), 1 + random(d, seed=51, scale=0.2, dtype=torch.bfloat16)
+    truth = route_reference([x.double() for x in s], query.double(), norm.double(), heads, 1e-6)
+    found = route(s, query, norm, num_heads=heads, backend="triton")
+    # Where a GPU rounds to bf16, Triton's interpreter cuts off: as wrong as two roundings.
+    allowed = 2 if DEVICE == "cuda" else 3
+    one_rounding = (truth.to(torch.bfloat16).double() - truth).norm()
+    assert (found.double() - truth).norm() <= allowed * one_rounding
+
+
+@pytest.mark.parametrize("trainable", list(itertools.product([True, False], repeat=3)))
+def test_every_subset_frozen(trainable):
+    embedding = random(4, 24, seed=1)
+    (query, norm, null), *rest = parameters(2, 24, True, 1.0, torch.float32)
+    found = []
+    for fused in (False, True):
+        leaves = [x.clone().requires_grad_(t) for x, t in zip((embedding, query, norm), trainable)]
+        sites = [SiteParameters(leaves[1], leaves[2], null), *rest]
+        out, _ = model(full(2), sites, leaves[0], 3, fused, made=chained(2))
+        if any(trainable):
+            out.square().sum().backward()
+        else:
+            assert not out.requires_grad
+        found.append([leaf.grad for leaf in leaves])
+    for one, other, wanted in zip(*found, trainable):
+        assert (one is not None) == (other is not None) == wanted
+        if wanted:
+            assert_close(other, one, EXACT)
+
+
+def test_two_chains_in_flight_and_in_any_order():
+    sites = [
+        SiteParameters(*(None if p is None else p.requires_grad_() for p in s))
+        for s in parameters(3, 24, False, 1.0, torch.float32)
+    ]
+    embeddings = [random(4, 24, seed=i).requires_grad_() for i in range(2)]
+    alone = []
+    for order in ((0,), (1,), (0, 1), (1, 0)):
+        outs = {i: model(full(3), sites, embeddings[i], 3, True, made=chained(3))[0] for i in (0, 1) if i in order}
+        for i in order:
+            outs[i].square().sum().backward()
+        alone.append([x.grad.clone() for x in (embeddings[order[0]], sites[1].query)])
+        for x in (*embeddings, *(p for s in sites for p in s if p is not None)):
+            x.grad = None
+    assert torch.equal(alone[2][0], alone[0][0]) and torch.equal(alone[3][0], alone[1][0])
+    torch.testing.assert_close(alone[2][1], alone[0][1] + alone[1][1])
+    torch.testing.assert_close(alone[3][1], alone[2][1])
+
+
+def test_repeats_bit_for_bit_on_poisoned_memory(monkeypatch):
+    """Fresh memory is full of NaN: nothing is read that has not been written."""
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def poisoned(tensor):
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.fill_(-(2**30))
+
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: poisoned(empty(*a, **k)))
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: poisoned(empty_like(*a, **k)))
+    sites, embedding = parameters(5, 40, True, 1.0, torch.bfloat16), random(7, 40, seed=1, dtype=torch.bfloat16)
+    first, second = (gradients(full(5), sites, embedding, 5, True, made=chained(5), extra=(2,)) for _ in range(2))
+    for a, b in zip([*first[:2], *first[2]], [*second[:2], *second[2]], strict=True):
+        assert torch.isfinite(a).all() and torch.equal(a, b)
+
+
+def test_a_second_backward_is_refused():
+    sites = [SiteParameters(*(None if p is None else p.requires_grad_() for p in s))
+             for s in parameters(2, 8, False, 1.0, torch.float32)]  # fmt: skip
+    out, _ = model(full(2), sites, random(3, 8, seed=1).requires_grad_(), 2, True, made=chained(2))
+    out.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="has been through its backward"):
+        out.sum().backward()
+
+
+def test_one_call_takes_shared_sources_and_stacked_ones():
+    query, norm = random(24, seed=1), random(24, seed=2)
+    sources = [random(24, seed=3), random(2, 3, 24, seed=4), random(24, seed=5), random(2, 3, 24, seed=6)]
+    for given in (sources, torch.stack(sources[1::2]), sources[:1]):
+        leaves = (
+            given.clone().requires_grad_() if torch.is_tensor(given) else [s.clone().requires_grad_() for s in given]
+        )
+        results = []
+        for backend in ("reference", "triton"):
+            out = route(leaves, query, norm, num_heads=3, backend=backend)
+            grads = torch.autograd.grad(out.square().sum(), [leaves] if torch.is_tensor(leaves) else leaves)
+            results.append((out, grads))
+        torch.testing.assert_close(results[1][0], results[0][0])
+        for one, other in zip(results[0][1], results[1][1], strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5)
+
+
+def test_backends_by_device():
+    assert resolve_backend("auto", "cuda") == "triton" and resolve_backend("auto", "cpu") == "torch"
+    with pytest.raises(ValueError, match="fp32, bf16 or fp16"):
+        route([random(2, 8, seed=1).double()], random(8, seed=2), random(8, seed=3), num_heads=2, backend="triton")
+
+
+def test_without_a_gpu_it_is_refused(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="needs Triton and a GPU"):
+        resolve_backend("triton", "cpu")

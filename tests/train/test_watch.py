@@ -1,0 +1,241 @@
+"""A rank that dies, stops or fails ends the others with an error that names it; one that is slow does not."""
+
+import errno
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_mhar.errors import UserError
+from megatron_mhar.run_files import RunFiles
+from megatron_mhar.train import watch
+from megatron_mhar.train.watch import Process, Silence, Watch, _first_watched, _is_of_communication, _process_status
+from tests.launch import ROOT
+from tests.train.watch_worker import CASES, FAULT_STEP, HEARTBEAT_S, LIMIT_S, write_config
+
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+GOES_ON = "The newest complete checkpoint is of step 2: the same command goes on from there"
+SEEN = r"; it was last seen in megatron_mhar\.[\w.]+, line \d+"
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory, corpus):
+    """What came of every case: one start of Python, from which all ranks are forked."""
+    out = tmp_path_factory.mktemp("watch") / "out.json"
+    command = [sys.executable, str(ROOT / "tests/train/watch_worker.py"), "ranks", str(out), str(corpus)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT_S * len(CASES))
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(out.read_text())
+
+
+def expect(result, victim, what, *, codes, within_s, survivors=None):
+    """The survivors have ended with ``codes`` in time, and each has named the rank once, the run's log as well."""
+    host, pid = re.escape(socket.gethostname()), result["pids"][victim]
+    line = rf"rank {victim} on host {host} \(pid {pid}\) {what}\. {re.escape(GOES_ON)}\n"
+    for rank in survivors or [rank for rank in range(len(result["pids"])) if rank != victim]:
+        said = result["said"][rank]
+        assert len(re.findall(line, said)) == 1, f"rank {rank} said:\n{said}"
+        assert said.count("The newest complete checkpoint") == 1, f"rank {rank} named another too:\n{said}"
+        assert result["codes"][rank] == codes, f"rank {rank} said:\n{said}"
+        assert result["seconds"][rank] < within_s
+    assert len(re.findall(line, result["log"])) == 1, result["log"]
+
+
+@pytest.mark.parametrize("case", ["killed", "first_killed", "last_killed", "one_of_two_killed", "second_run_killed"])
+def test_a_killed_rank_is_named_by_all_others(results, case):
+    """Its process is seen to be gone, well before its silence would tell."""
+    _, _, victim, _ = CASES[case]
+    expect(results[case], victim, rf"has died, after step {FAULT_STEP}{SEEN}", codes=1, within_s=10)
+    assert results[case]["codes"][victim] == -9
+
+
+def test_a_stopped_rank_is_named_once_its_silence_is_long_enough(results):
+    what = rf"has not been heard from for \d+ s, after step {FAULT_STEP}{SEEN}"
+    expect(results["stopped"], 1, what, codes=1, within_s=HEARTBEAT_S + 15)
+    assert min(s for s in results["stopped"]["seconds"] if s is not None) > HEARTBEAT_S - 1
+
+
+def test_a_stopped_rank_that_keeps_the_store_is_named_too(results):
+    what = rf"has not answered for \d+ s: it or its machine is gone, after step {FAULT_STEP}{SEEN}"
+    expect(results["first_stopped"], 0, what, codes=1, within_s=HEARTBEAT_S + 15)
+
+
+@pytest.mark.parametrize("case", ["failed", "first_failed"])
+def test_a_rank_that_fails_gives_its_reason(results, case):
+    _, _, victim, _ = CASES[case]
+    what = (
+        rf"failed after step {FAULT_STEP}, in megatron_mhar\.train\.loop\.run, line \d+: "
+        "RuntimeError: CUDA out of memory, says a test"
+    )
+    expect(results[case], victim, what, codes=1, within_s=15)
+    assert results[case]["said"][victim].endswith("RuntimeError: CUDA out of memory, says a test.\n")
+
+
+def test_a_rank_that_is_cut_off_from_the_living_says_so_after_waiting_for_a_dead_one(results):
+    what = rf"failed after step {FAULT_STEP}, in [\w.]+, line \d+: RuntimeError: \[gloo.*Connection closed by peer.*:1"
+    expect(results["cut_off"], 1, what, codes=1, within_s=HEARTBEAT_S + 20)
+    assert results["cut_off"]["seconds"][1] > HEARTBEAT_S
+
+
+def test_wrong_input_of_one_rank_is_its_message(results):
+    what = rf"failed after step {FAULT_STEP}, in [\w.]+, line \d+: corpus/train\.bin: the test has taken it away"
+    expect(results["wrong_input"], 1, what, codes=1, within_s=15)
+    assert results["wrong_input"]["said"][1] == "mhar: error: corpus/train.bin: the test has taken it away\n"
+    assert results["wrong_input"]["codes"][1] == 2
+
+
+def test_an_error_that_all_ranks_come_to_is_told_by_each_as_its_own(results):
+    for code, said in zip(results["all_failed"]["codes"], results["all_failed"]["said"], strict=True):
+        assert code == 2 and said.count("mhar: error: step 2: the gradient norm is nan") == 1
+        assert "rank" not in said.replace("on this rank", "").replace("on 2 ranks", "")
+
+
+def test_a_slow_rank_is_not_taken_for_dead(results):
+    """Its main thread slept three times the silence of a dead rank; no thread is left, which the worker checks."""
+    slow = results["slow"]
+    assert slow["codes"] == [0] * 4 and min(slow["seconds"]) > 3 * HEARTBEAT_S
+    assert "step 6/6" in slow["log"]
+    assert slow["said"][1:] == [""] * 3 and "has died" not in slow["log"]
+
+
+def test_the_second_run_in_the_same_groups_followed_a_whole_first_one(results):
+    assert results["second_run_killed"]["first_done"]
+
+
+@pytest.mark.parametrize("fault", ["kill", "agent"])
+def test_under_torchrun(tmp_path, corpus, fault):
+    """torchrun sends the others SIGTERM, else a wish to save and stop; when it is killed itself, all ranks say so."""
+    folder = tmp_path / "torchrun"
+    write_config(folder, corpus, {})
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+        str(ROOT / "tests/train/watch_worker.py"), "rank", str(folder), fault, "1",
+    ]  # fmt: skip
+    # Ranks write on when the agent is gone: the pipe ends with the last of them.
+    done = subprocess.run(
+        command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S
+    )
+    if fault == "kill":
+        who, speakers = rf"rank 1 on host \S+ \(pid \d+\) has died, after step {FAULT_STEP}{SEEN}", 1
+    else:
+        who, speakers = r"torchrun's agent on \S+, through which the ranks meet, does not answer any more", 2
+    line = rf"{who}\. The newest complete checkpoint is of step \d: the same command goes on from there\n"
+    assert done.returncode == (1 if fault == "kill" else -9)
+    assert len(re.findall(line, done.stdout)) == speakers, done.stdout[-6000:]
+    assert len(re.findall(line, (folder / "run" / "log.txt").read_text())) == 1
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_silence_is_the_time_that_a_counter_stood_still_while_looked_at():
+    clock = Clock()
+    silence, found = Silence(5, clock), []
+    for now, value in ((0, None), (5, None), (10, 1), (15, 1), (20, 1), (25, 2), (30, 2)):
+        clock.now = now
+        found.append(silence.look(value))
+    assert found == [0, 5, 0, 5, 10, 0, 5]
+    clock.now = 10_000  # suspended with everyone else, and first to wake up
+    assert silence.look(2) == 5 + 10
+    clock.now += 5
+    assert silence.look(3) == 0
+
+
+def test_a_process_is_gone_when_its_number_is_free_or_another_s():
+    this = Process.this()
+    assert this.namespace and this.pid == os.getpid() and not this.is_gone(this)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        other = replace(this, pid=child.pid, started=_process_status(child.pid)[1])
+        assert not other.is_gone(this)
+        assert replace(other, started=this.started + "0").is_gone(this)
+    finally:
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert other.is_gone(this), "killed, and not yet waited for"
+    child.communicate()
+    assert other.is_gone(this)
+
+
+def test_a_process_that_cannot_be_seen_is_not_gone(monkeypatch):
+    this = Process.this()
+    free = replace(this, pid=2**22 + 1)  # above the largest there can be
+    assert free.is_gone(this)
+    assert not replace(free, namespace="another").is_gone(this) and not replace(free, namespace="").is_gone(this)
+    assert not free.is_gone(replace(this, namespace=""))
+
+    def too_many_files(self):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("pathlib.Path.read_text", too_many_files)
+    assert not free.is_gone(this)
+
+
+def test_every_rank_is_watched_and_watches_three_at_most(monkeypatch):
+    world, machine = 24, 8
+    watchers = {rank: set() for rank in range(world)}
+    for rank in range(world):
+        monkeypatch.setenv("LOCAL_RANK", str(rank % machine))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(machine))
+        watched = _first_watched(rank, world, keeper=0)
+        assert len(watched) <= 3 and rank not in watched
+        for other in watched:
+            watchers[other].add(rank)
+    assert watchers.pop(0) == set(range(1, world))
+    # By the one before it, and by one that can see its process.
+    assert all(rank - 1 in found and any(w // machine == rank // machine for w in found)
+               for rank, found in watchers.items())  # fmt: skip
+
+
+@pytest.mark.parametrize("local_rank, local_world", [("", ""), ("3", "2"), ("5", "8"), ("0", "8")])
+def test_a_launcher_that_says_nothing_of_machines_leaves_the_next_rank(monkeypatch, local_rank, local_world):
+    """Also one whose words do not fit: rank 2 of 4 is not the fifth of its machine, nor one of eight."""
+    for key, value in (("LOCAL_RANK", local_rank), ("LOCAL_WORLD_SIZE", local_world)):
+        monkeypatch.setenv(key, value) if value else monkeypatch.delenv(key, raising=False)
+    assert _first_watched(2, 4, keeper=None) == {3}
+
+
+def test_errors_of_communication_are_known_also_behind_another():
+    closed = RuntimeError(
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:1"
+    )
+    assert _is_of_communication(closed)
+    assert _is_of_communication(torch.distributed.DistBackendError("NCCL error"))
+    try:
+        try:
+            raise closed
+        except RuntimeError as error:
+            raise UserError("step_00000002: the checkpoint cannot be loaded") from error
+    except UserError as error:
+        assert _is_of_communication(error)
+    assert not _is_of_communication(RuntimeError("CUDA out of memory"))
+    assert not _is_of_communication(UserError("data.train: no such file"))
+
+
+def test_one_rank_has_no_thread(one_rank, tmp_path):
+    before = threading.active_count()
+    with Watch(RunFiles(tmp_path), heartbeat_s=1, timeout_s=1):
+        assert threading.active_count() == before
+
+
+def test_ranks_that_met_through_a_file_are_told_that_they_are_not_watched(one_rank, tmp_path, monkeypatch, caplog):
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 2)
+    monkeypatch.setattr(watch, "_default_store", lambda: store)
+    watched = Watch(RunFiles(tmp_path), heartbeat_s=1, timeout_s=7)
+    watched.world = 2
+    before = threading.active_count()
+    with watched:
+        assert threading.active_count() == before
+    assert "the ranks met through a FileStore" in caplog.text and "after 7 s" in caplog.text
