@@ -24,6 +24,7 @@ from megatron_mhar.depth.history import DepthHistory, FusedReads, SiteObserver
 from megatron_mhar.depth.residual import ResidualConfig
 from megatron_mhar.depth.sites import EMBEDDING, DepthTable
 from megatron_mhar.model.site import RoutingSite, build_site
+from megatron_mhar.pipeline.plan import recomputed_runs
 from megatron_mhar.pipeline.stage import Stage, State
 from megatron_mhar.routing import resolve_backend
 
@@ -173,26 +174,21 @@ class RoutedStack(HybridStack):
         if hasattr(self, "final_site"):
             sites[self.table.num_sublayers] = self.final_site
         parameters = {t: SiteParameters(s.query, s.norm_weight, s.null_source) for t, s in sites.items()}
-        return FusedReads(*start(self.table.read_plan, parameters)) if parameters else None
+        if not parameters:
+            return None
+        # A parameter that is still being gathered arrives when its own module is called, see DDP's forward pre-hooks.
+        late = any(site._forward_pre_hooks for site in sites.values())
+        return FusedReads(*start(self.table.read_plan, parameters, grouped=not late))
 
     def _units(self) -> Iterator[tuple[int, int, bool]]:
-        """Runs of this stage's sublayers: first, one after the last, and whether the run is repeated in the backward.
+        """Runs of this stage's sublayers, see :func:`recomputed_runs`.
 
-        Full recomputation cuts as megatron-core's does: "uniform" in runs of ``recompute_num_layers`` sublayers,
-        "block" the first ``recompute_num_layers`` of the stage one by one. Sources are kept once in any case, by
-        autograd of whoever made them.
+        Sources are kept once in any case, by autograd of whoever made them.
         """
-        first, stop = self.first_sublayer, self.first_sublayer + len(self.layers)
         config = self.config
-        if config.recompute_granularity == "full" and self.training:
-            uniform = config.recompute_method == "uniform"
-            size = config.recompute_num_layers if uniform else 1
-            end = stop if uniform else min(stop, first + config.recompute_num_layers)
-            while first < end:
-                yield first, min(first + size, end), True
-                first = min(first + size, end)
-        if first < stop:
-            yield first, stop, False
+        method = config.recompute_method if config.recompute_granularity == "full" and self.training else None
+        first = self.first_sublayer
+        return recomputed_runs(first, first + len(self.layers), method, config.recompute_num_layers)
 
     def _run(
         self,

@@ -32,7 +32,7 @@ from megatron_mhar.config.schema import RunConfig, TrainingConfig
 from megatron_mhar.depth.residual import DELTA, ROUTED, ResidualConfig
 from megatron_mhar.depth.sites import EMBEDDING, NULL, DepthTable, Source
 from megatron_mhar.errors import UserError
-from megatron_mhar.pipeline.plan import PipelinePlan
+from megatron_mhar.pipeline.plan import PipelinePlan, recomputed_runs
 from megatron_mhar.pipeline.timeline import Pass, passes, step_seconds
 
 _FP32 = 4  # bytes
@@ -265,17 +265,9 @@ def crosses_nodes(layout: Layout, cluster: Cluster, rank: int) -> bool:
 
 
 def recomputed(training: TrainingConfig, first: int, stop: int) -> Iterator[tuple[int, int, bool]]:
-    """Runs of a stage's sublayers and whether the backward repeats them, as RoutedStack cuts them."""
-    size, end = 1, first
-    if training.recompute == "full":
-        uniform = training.recompute_method == "uniform"
-        size = training.recompute_sublayers if uniform else 1
-        end = stop if uniform else min(stop, first + training.recompute_sublayers)
-    while first < end:
-        yield first, min(first + size, end), True
-        first = min(first + size, end)
-    if first < stop:
-        yield first, stop, False
+    """Runs of a stage's sublayers and whether the backward repeats them."""
+    method = training.recompute_method if training.recompute == "full" else None
+    return recomputed_runs(first, stop, method, training.recompute_sublayers)
 
 
 def kept(plan: PipelinePlan, stage: int, training: TrainingConfig) -> tuple[Source, ...]:

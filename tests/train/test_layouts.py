@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 
 from tests.launch import launch
-from tests.train.layout_worker import BATCHES, LAYOUTS, LONG, STEPS, runs
+from tests.train.layout_worker import BATCHES, LAYOUTS, LONG, STEPS, runs, worlds
 
 # The first test waits for all launches.
 pytestmark = pytest.mark.timeout(2400)
-PARALLEL = [layout for world, layouts in LAYOUTS.items() if world > 1 for layout in layouts]
+
+
+def parallel(tier):
+    return [layout for world in worlds(tier) if world > 1 for layout in LAYOUTS[world]]
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +26,7 @@ def results(tmp_path_factory, corpus, request):
     folder = tmp_path_factory.mktemp("layouts")
     reference = folder / "world1.pt"
     found = {}
-    for world in LAYOUTS:
+    for world in worlds(tier):
         out = folder / f"world{world}.pt"
         found |= launch("train/layout_worker.py", world, out, str(corpus), str(reference), tier, timeout_s=1200)
     return found
@@ -32,12 +35,15 @@ def results(tmp_path_factory, corpus, request):
 def pytest_generate_tests(metafunc):
     if "run" in metafunc.fixturenames:
         tier = metafunc.config.getoption("--tier")
-        metafunc.parametrize("layout,run", [(layout, run) for layout in PARALLEL for run in runs(layout, tier)])
+        metafunc.parametrize("layout,run", [(layout, run) for layout in parallel(tier) for run in runs(layout, tier)])
 
 
 def test_training_equals_one_process(results, layout, run):
+    assert_equals_one_process(results["one", *run], results[layout, *run])
+
+
+def assert_equals_one_process(one, other):
     """Losses, gradient norms, evaluation, and the gradient of every parameter, over all steps."""
-    one, other = results["one", *run], results[layout, *run]
     assert len(one["losses"]) >= STEPS and min(map(abs, np.diff(one["losses"]))) > 1e-4
     assert other["losses"] == pytest.approx(one["losses"], abs=1e-5)
     assert other["norms"] == pytest.approx(one["norms"], rel=1e-5)
@@ -95,8 +101,8 @@ def test_nothing_of_a_history_is_left_after_a_step(results):
     for key, ranks in pipelines(results).items():
         for rank in ranks:
             assert not any(rank["waiting"]) and rank["left"] == 0, key
-        # Under sequence parallelism activations are shorter than the counted shape.
-        assert "sp" in key[0] or max(rank["alive"] for rank in ranks) > 0
+        # Tensors are counted for one method. Under sequence parallelism they are shorter than the counted shape.
+        assert key[1] != "mhar" or "sp" in key[0] or max(rank["alive"] for rank in ranks) > 0
 
 
 @pytest.mark.parametrize("layout", ["one", "tp2", "dp2", "dp2_overlap", "pp2_vpp2"])
@@ -108,8 +114,8 @@ def test_stopped_and_resumed_equals_uninterrupted(results, layout):
     assert len(whole["train/loss"]) == 8
 
 
-def test_twenty_steps_of_every_layout(results):
-    for layout in PARALLEL:
+def test_twenty_steps_of_every_layout(results, request):
+    for layout in parallel(request.config.getoption("--tier")):
         losses = results[layout, "mhar", True, "4x1"]["losses"]
         assert len(losses) == LONG and np.isfinite(losses).all() and losses[-1] < losses[0]
 

@@ -12,8 +12,8 @@ import torch
 from megatron_mhar.run_files import RoutingMap, RunFiles, RunSummary
 from megatron_mhar.tracking.journal import load_metrics
 from tests.launch import launch
-from tests.train.layout_worker import STEPS
 from tests.train.sequence_expert_worker import CASES, LAYOUTS, MIXED, whole_run
+from tests.train.test_layouts import assert_equals_one_process
 
 # The first test waits for all launches.
 pytestmark = pytest.mark.timeout(1200)
@@ -36,16 +36,7 @@ def results(folder, corpus):
 
 @pytest.mark.parametrize("layout,method", [(layout, method) for layout in PARALLEL for method in CASES])
 def test_training_equals_one_process(results, layout, method):
-    """Losses, gradient norms, evaluation, and the gradient of every parameter, over all steps."""
-    one, other = results[f"one_{PARALLEL[layout]}", method], results[layout, method]
-    assert len(one["losses"]) == STEPS and min(map(abs, np.diff(one["losses"]))) > 1e-4
-    assert other["losses"] == pytest.approx(one["losses"], abs=1e-5)
-    assert other["norms"] == pytest.approx(one["norms"], rel=1e-5)
-    assert other["valid"] == pytest.approx(one["valid"], abs=1e-5)
-    # Of each parameter the largest error relative to its gradient's largest entry (or 0.1, if that is smaller).
-    assert set(other["errors"]) == set(one["gradients"][0])
-    wrong = {name: error for name, error in other["errors"].items() if error > 1e-5}
-    assert not wrong
+    assert_equals_one_process(results[f"one_{PARALLEL[layout]}", method], results[layout, method])
 
 
 def test_every_expert_and_router_has_a_gradient(results):
