@@ -2,13 +2,13 @@
 #   PYTHON=/path/to/python3.12   interpreter for .venv (found by launch/find-python otherwise)
 #   EXTRAS=tracking,dev          extras to install; tracking is the full MLflow
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all lint types format clean
+.PHONY: help venv demo test test-all test-slurm test-image lint types format clean
 
 BIN := .venv/bin
 export PYTHON EXTRAS CONSTRAINTS
 
 help: ## say what there is
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: ## make .venv, or bring it up to date
 	@launch/make-venv
@@ -24,6 +24,12 @@ test: venv ## run the whole test suite
 
 test-all: venv ## run the whole test suite, every method under every parallel layout
 	$(BIN)/python -m pytest --tier all
+
+test-slurm: venv ## the job files on a real Slurm of this machine (as root on Debian it is installed)
+	tests/slurm/cluster $(BIN)/python -m pytest tests/slurm
+
+test-image: venv ## build docker/Dockerfile on plain Debian without Docker and train the demo in it (as root on Debian)
+	docker/test-image
 
 lint: venv ## check style (ruff)
 	$(BIN)/ruff check .

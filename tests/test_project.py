@@ -245,10 +245,14 @@ def test_make_alone_says_what_there_is() -> None:
     result = subprocess.run(["make", "-C", ROOT, "--no-print-directory"], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0
     goals = [line.split()[1] for line in result.stdout.splitlines()]
-    assert goals == ["help", "venv", "demo", "test", "test-all", "lint", "types", "format", "clean"]
+    assert goals == [
+        "help", "venv", "demo", "test", "test-all", "test-slurm", "test-image", "lint", "types", "format", "clean"
+    ]  # fmt: skip
 
 
-@pytest.mark.parametrize("script", ["launch/find-python", "launch/make-venv", ".ci/run"])
+@pytest.mark.parametrize(
+    "script", ["launch/find-python", "launch/make-venv", "launch/node", "tests/slurm/cluster", ".ci/run"]
+)
 def test_scripts_parse_and_may_be_run(script: str) -> None:
     assert os.access(ROOT / script, os.X_OK)
     subprocess.run(["bash", "-n", ROOT / script], check=True, timeout=60)

@@ -230,7 +230,7 @@ def main() -> int:
         ending = Ending(lambda: end, arguments.sync)
     else:
         # A scheduler signals every process of a job; training decides when it ends, and this process ends after it.
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
         ending = Ending(end_of_training(files, arguments.trainer), job.drain_timeout_s)
     while True:

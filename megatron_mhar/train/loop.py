@@ -189,9 +189,11 @@ class Trainer:
                     pending = []
                 if evaluates and self.valid_set is not None:
                     self._evaluate(step)
-                if saves:
+                    stopping = any_rank(self.stop_signal is not None)  # it may have come in the meantime
+                if saves or stopping:
                     self.checkpoints.save(step, {"step": step, "samples": step * training.global_batch_size})
                     saved = step
+                    stopping = any_rank(self.stop_signal is not None)
                 if not pending:
                     mark = time.perf_counter()
                 if stopping:
@@ -390,18 +392,21 @@ class Trainer:
         return summary
 
     def _signals(self) -> ExitStack:
-        """Within the context, SIGTERM and SIGINT end the run after the step under way, with a checkpoint.
+        """Within the context, SIGUSR1, SIGTERM and SIGINT end the run after the step under way, with a checkpoint.
 
-        A second one of them ends it at once.
+        An evaluation under way is finished first, a save is the one that counts: from the signal to the end it takes at
+        most a step, an evaluation and a save. A second SIGTERM or SIGINT ends the run at once; SIGUSR1 is a notice, and
+        may come several times and beside them.
         """
 
         def stop(number: int, frame: FrameType | None) -> None:
-            if self.stop_signal is not None:
+            if number != signal.SIGUSR1 and self.stop_signal not in (None, signal.SIGUSR1):
                 raise KeyboardInterrupt
-            self.stop_signal = number
+            if number != signal.SIGUSR1 or self.stop_signal is None:
+                self.stop_signal = number
 
         stack = ExitStack()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
             stack.callback(signal.signal, number, signal.signal(number, stop))
         return stack
 

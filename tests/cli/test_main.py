@@ -16,6 +16,8 @@ from megatron_mhar.errors import UserError
 ARGUMENTS = {
     "train": ["CONFIG", "[KEY=VALUE]..."],
     "plan": ["CONFIG", "[KEY=VALUE]..."],
+    "submit": ["FILE", "[KEY=VALUE]..."],
+    "status": ["RUN_DIR"],
     "data demo": [],
     "compare": ["RUN_DIR..."],
     "sync": ["RUN_DIR..."],
@@ -24,6 +26,8 @@ ARGUMENTS = {
 OPTIONS = {
     "train": [],
     "plan": ["--gpus", "--gpus-per-node", "--json", "--link-gbps", "--memory", "--tflops"],
+    "submit": ["--check", "--memory", "--nodes", "--partition", "--time"],
+    "status": ["--json"],
     "data demo": ["--force", "--max-mb", "--min-mb", "--out", "--seed", "--vocab-size"],
     "compare": ["--out"],
     "sync": ["--timeout", "--uri"],

@@ -1,8 +1,8 @@
 """Context parallelism and mixtures of experts, alone and with pipelines, held against one process.
 
-python -m torch.distributed.run --nproc-per-node N sequence_expert_worker.py OUT CORPUS REFERENCE
+python -m torch.distributed.run --nproc-per-node N sequence_expert_worker.py OUT CORPUS REFERENCE TIER
 
-REFERENCE is what the launch with one process wrote; the folders of whole runs lie beside OUT.
+REFERENCE is what the launch with one process wrote; the folders of whole runs lie beside OUT. TIER is "fast" or "all".
 """
 
 import os
@@ -43,6 +43,15 @@ LAYOUTS = {
 TRAINING = {"ep2_recompute": {"recompute": "full", "recompute_sublayers": 2}}
 # Blocks of one layer: with stages of 3 and 5 sublayers one of them straddles their boundary.
 CASES = {"mhar_block": METHODS["mhar_block"] | {"block_layers": 1}, "delta_block": METHODS["delta_block"]}
+# In the tier of all, every method in the plain layouts and what they are held against.
+EVERY_METHOD = ("one_dense", "one_mixed", "cp2", "ep2")
+
+
+def cases(layout, tier):
+    """Methods of a layout, with their settings."""
+    return METHODS | CASES if tier == "all" and layout in EVERY_METHOD else CASES
+
+
 # Whole runs: name, model, parallel keys, and where they stop, if they do. Those of one name go on with one another.
 RUNS = {
     1: [("one", MIXED, {}, None), ("one_ends", ENDS, {}, None), ("one_dense", DENSE, {}, None),
@@ -64,7 +73,7 @@ def whole_run(corpus, folder, name, model, parallel, stop_after):
 
 
 def main():
-    out, corpus, reference = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
+    out, corpus, reference, tier = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
     world = int(os.environ["WORLD_SIZE"])
     expected = torch.load(reference, weights_only=False) if world > 1 else None
     results = {}
@@ -89,7 +98,7 @@ def main():
 
     for layout, (model, parallel) in LAYOUTS[world].items():
         start(MODELS[model], parallel)
-        for method, residual in CASES.items():
+        for method, residual in cases(layout, tier).items():
             config = tiny_run(
                 corpus, out.parent, name=f"{layout}-{method}", residual=residual, parallel=parallel,
                 model={"layers": "local", **MODELS[model]}, optimizer={"ema_decay": 0.9, "z_loss": 1e-3, "eps": 1e-3},

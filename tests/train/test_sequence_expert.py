@@ -12,7 +12,7 @@ import torch
 from megatron_mhar.run_files import RoutingMap, RunFiles, RunSummary
 from megatron_mhar.tracking.journal import load_metrics
 from tests.launch import launch
-from tests.train.sequence_expert_worker import CASES, LAYOUTS, MIXED, whole_run
+from tests.train.sequence_expert_worker import LAYOUTS, MIXED, cases, whole_run
 from tests.train.test_layouts import assert_equals_one_process
 
 # The first test waits for all launches.
@@ -26,15 +26,22 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def results(folder, corpus):
+def results(folder, corpus, request):
+    tier = request.config.getoption("--tier")
     reference, found = folder / "world1.pt", {}
     for world in LAYOUTS:
         out = folder / f"world{world}.pt"
-        found |= launch("train/sequence_expert_worker.py", world, out, str(corpus), str(reference), timeout_s=900)
+        found |= launch("train/sequence_expert_worker.py", world, out, str(corpus), str(reference), tier, timeout_s=900)
     return found
 
 
-@pytest.mark.parametrize("layout,method", [(layout, method) for layout in PARALLEL for method in CASES])
+def pytest_generate_tests(metafunc):
+    if "layout" in metafunc.fixturenames:
+        tier = metafunc.config.getoption("--tier")
+        runs = [(layout, method) for layout in PARALLEL for method in cases(layout, tier)]
+        metafunc.parametrize("layout,method", runs)
+
+
 def test_training_equals_one_process(results, layout, method):
     assert_equals_one_process(results[f"one_{PARALLEL[layout]}", method], results[layout, method])
 

@@ -1,0 +1,258 @@
+"""What can be known to go wrong before a job is submitted."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import chdir, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_mhar.config.layout import check_layout
+from megatron_mhar.config.load import load_config
+from megatron_mhar.config.schema import RunConfig
+from megatron_mhar.errors import UserError
+from megatron_mhar.launch.jobfile import JobFile, TrainCommand, parse_time
+from megatron_mhar.pipeline.estimate import estimate_layout
+
+GIB = 2**30
+_SRUN_WAIT_S = 30  # for a free node; a busy cluster leaves the shared folder unchecked
+
+
+@dataclass
+class Findings:
+    """What was found: reasons not to submit, what could not be checked and why, and what the job will do."""
+
+    problems: list[str] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
+    facts: list[str] = field(default_factory=list)
+
+
+def check_job(job: JobFile, *, gpu_gib: float) -> Findings:
+    """Check a job file before its submission. Submits nothing; may run for an instant on one node.
+
+    Args:
+        job: the file and its options.
+        gpu_gib: memory of a GPU, in GiB.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    found = Findings()
+    found.problems += job.variable_problems()
+    _check_limits(job, found)
+    tasks = _render_all(job, found)
+    outputs: dict[Path, None] = {}
+    for task, commands in tasks:
+        makes_data = any("mhar data" in " ".join(command) for command in commands)
+        for training in job.trainings(commands):
+            where = job.path.name if task is None else f"{job.path.name}, task {task}"
+            try:
+                config = _load(job, training)
+            except UserError as error:
+                found.problems.append(f"{where}: {error}")
+                continue
+            outputs[job.root / config.output_dir] = None
+            world = training.nodes * job.ranks_per_node
+            _check_layout(where, config, world, gpu_gib, found)
+            if makes_data:
+                found.unchecked.append(f"{where}: data: the job itself makes some before it trains")
+            else:
+                _check_data(job, where, config, found)
+    if not found.problems:  # asks the cluster: only for a job that may run
+        for folder in outputs:
+            _check_shared(job, folder, found)
+        _check_with_sbatch(job, found)
+    for lines in (found.problems, found.unchecked, found.facts):
+        lines[:] = dict.fromkeys(lines)  # tasks of an array often say the same
+    return found
+
+
+def _render_all(job: JobFile, found: Findings) -> list[tuple[int | None, list[list[str]]]]:
+    rendered = []
+    try:
+        for task in job.tasks:
+            rendered.append((task, job.render(task)))
+    except UserError as error:
+        found.problems.append(str(error))
+    return rendered
+
+
+def _load(job: JobFile, training: TrainCommand) -> RunConfig:
+    with chdir(job.root):  # names of files in a job file are those of the checkout
+        return load_config(training.config, training.overrides)
+
+
+def _check_layout(where: str, config: RunConfig, world: int, gpu_gib: float, found: Findings) -> None:
+    try:
+        data = check_layout(config, world)
+    except UserError as error:
+        found.problems.append(f"{where}: {error}")
+        return
+    parallel = config.parallel
+    sizes = {"tensor": parallel.tensor, "context": parallel.context, "pipeline": parallel.pipeline, "data": data}
+    spread = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
+    fact = f"{where}: {config.run_dir} on {world} ranks: {spread}"
+    try:
+        fullest = estimate_layout(config, world).fullest
+    except UserError as error:
+        found.unchecked.append(f"{where}: memory: {error}")
+        found.facts.append(fact)
+        return
+    need = fullest.total / GIB
+    if need > gpu_gib:
+        found.problems.append(
+            f"{where}: memory: pipeline rank {fullest.rank} needs {need:.1f} GiB for weights, gradients, optimizer and "
+            f"depth history ({fullest.history.total / GIB:.1f} GiB of it the history), before any activation; a GPU "
+            f"has {gpu_gib:g} GiB. More nodes, parallel.tensor or parallel.pipeline make it less; see mhar plan"
+        )
+    found.facts.append(f"{fact}; {need:.1f} of {gpu_gib:g} GiB a GPU before activations")
+
+
+def _check_data(job: JobFile, where: str, config: RunConfig, found: Findings) -> None:
+    from megatron_mhar.quiet import quiet_imports
+
+    with quiet_imports():
+        from megatron_mhar.data.dataset import check_data
+
+    try:
+        with chdir(job.root):
+            check_data(config)
+    except UserError as error:
+        found.problems.append(f"{where}: {error}")
+
+
+def _check_limits(job: JobFile, found: Findings) -> None:
+    """Time and nodes against the partition: sbatch would take the job, and it would never start."""
+    asked = job.option("time")
+    try:
+        seconds = parse_time(asked) if asked is not None else None
+    except ValueError:
+        found.problems.append(f"time: {asked!r} given; allowed: minutes, h:m:s or days-hours, like 90, 1:30:00, 2-12")
+        return
+    partitions = _partitions(found)
+    if partitions is None:
+        return
+    name = job.option("partition")
+    chosen = [each for each in partitions if (each["PartitionName"] == name if name else each["Default"] == "YES")]
+    if not chosen:
+        there = ", ".join(each["PartitionName"] for each in partitions)
+        given = f"{name} given, but there is no such partition" if name else "not given, and none is the default"
+        found.problems.append(f"partition: {given}; there are {there} (SBATCH_PARTITION)")
+        return
+    partition = chosen[0]
+    title, limit = partition["PartitionName"], partition["MaxTime"]
+    limit_s = parse_time(limit)
+    if limit_s is not None and asked is not None and (seconds is None or seconds > limit_s):
+        found.problems.append(
+            f"time: {asked} given, but partition {title} allows {limit}: the job would wait for ever (SBATCH_TIMELIMIT)"
+        )
+    for key in ("MaxNodes", "TotalNodes"):
+        most = partition.get(key, "UNLIMITED")
+        if most.isdecimal() and job.nodes > int(most):
+            found.problems.append(f"nodes: {job.nodes} given, but partition {title} has {key} {most}")
+            break
+
+
+def _partitions(found: Findings) -> list[dict[str, str]] | None:
+    """Fields of each partition, None where Slurm cannot be asked."""
+    try:
+        done = subprocess.run(
+            ["scontrol", "--oneliner", "show", "partition"], capture_output=True, text=True, timeout=60
+        )  # fmt: skip
+    except FileNotFoundError:
+        found.unchecked.append("partition, time, nodes: scontrol is not on the path here; check on a login node")
+        return None
+    except subprocess.TimeoutExpired:
+        found.unchecked.append("partition, time, nodes: scontrol does not answer")
+        return None
+    lines = [line for line in done.stdout.splitlines() if line.startswith("PartitionName=")]
+    if done.returncode or not lines:
+        said = (done.stderr.strip() or done.stdout.strip() or "no word").splitlines()[-1]
+        found.unchecked.append(f"partition, time, nodes: scontrol cannot tell them ({said})")
+        return None
+    return [dict(re.findall(r"(\w+)=(\S*)", line)) for line in lines]
+
+
+def _check_shared(job: JobFile, folder: Path, found: Findings) -> None:
+    """Whether what is written to ``folder`` here is seen by a node."""
+    made = _missing(folder)
+    mark = folder / f".mhar-submit-{secrets.token_hex(4)}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        mark.write_text(mark.name)
+    except OSError as error:
+        found.problems.append(f"output_dir: {folder} cannot be written from here ({error.strerror}); MHAR_OUTPUT_DIR")
+        return
+    try:
+        seen = _read_on_a_node(job, mark)
+    except RuntimeError as error:
+        found.unchecked.append(f"output_dir: whether nodes see {folder} ({error})")
+        return
+    finally:
+        with suppress(OSError):
+            mark.unlink()
+        for each in made:
+            with suppress(OSError):
+                each.rmdir()
+    if seen != mark.name:
+        found.problems.append(
+            f"output_dir: a node does not see what is written to {folder} here: it is not on a shared file system; "
+            "choose another by MHAR_OUTPUT_DIR or output_dir=..."
+        )
+
+
+def _missing(folder: Path) -> list[Path]:
+    """``folder`` and those above it that are not there, innermost first."""
+    return [each for each in (folder, *folder.parents) if not each.exists()]
+
+
+def _read_on_a_node(job: JobFile, file: Path) -> str:
+    """Contents of a file as a node has it, empty if it has none.
+
+    Raises:
+        RuntimeError: nothing could be run on a node: why.
+    """
+    if shutil.which("srun") is None:
+        raise RuntimeError("srun is not on the path here")
+    options = [f"--{name}={value}" for name in ("partition", "account") if (value := job.option(name))]
+    command = [
+        "srun", "--nodes=1", "--ntasks=1", "--time=1", f"--immediate={_SRUN_WAIT_S}", "--quiet", *options,
+        "sh", "-c", 'echo; cat "$1" 2>/dev/null; exit 0', "sh", str(file.absolute()),
+    ]  # fmt: skip
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=3 * _SRUN_WAIT_S)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError("srun did not end") from None
+    if done.returncode:
+        said = done.stderr.strip().splitlines()
+        raise RuntimeError(f"no node was free for srun: {said[-1] if said else f'code {done.returncode}'}")
+    return done.stdout.strip()
+
+
+def sbatch_command(job: JobFile, *flags: str) -> list[str]:
+    """The command that submits the job."""
+    options = [f"--{name}={value}" for name, value in job.options.items()]
+    return ["sbatch", *flags, *options, str(job.path), *job.arguments]
+
+
+def _check_with_sbatch(job: JobFile, found: Findings) -> None:
+    try:
+        done = subprocess.run(sbatch_command(job, "--test-only"), capture_output=True, text=True, timeout=60)
+    except FileNotFoundError:
+        found.unchecked.append("what sbatch --test-only says: sbatch is not on the path here")
+        return
+    except subprocess.TimeoutExpired:
+        found.unchecked.append("what sbatch --test-only says: it does not answer")
+        return
+    if done.returncode:
+        found.problems.append(f"sbatch --test-only: {' '.join(_errors(done.stderr))}")
+
+
+def _errors(text: str) -> Iterator[str]:
+    lines: Sequence[str] = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if "error" in line or "failure" in line]
+    yield from (line.removeprefix("sbatch: ") for line in errors or lines or ["refused without a word"])

@@ -1,0 +1,217 @@
+"""A Slurm job file as it would run: its options, and the commands it would give, found by running it in dry form.
+
+``slurm/common.sh`` prints the srun commands of a job file instead of running them where MHAR_RENDER is set: what is
+checked before submission is what the file does, not what we think it says.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from megatron_mhar.errors import UserError
+
+_DIRECTIVE = re.compile(r"#SBATCH\s+--([a-z-]+)(?:[=\s]\s*(\S.*?))?\s*(?:\s#.*)?$")
+_SITE_VARIABLE = re.compile(r'^: "\$\{(MHAR_\w+):=', re.MULTILINE)
+_INTERNAL = frozenset({"MHAR_LOGS"})  # exported by a job to its ranks
+# Slurm reads these before a file's own directives.
+_VARIABLES = {
+    "partition": "SBATCH_PARTITION",
+    "account": "SBATCH_ACCOUNT",
+    "time": "SBATCH_TIMELIMIT",
+    "gpus-per-node": "SBATCH_GPUS_PER_NODE",
+    "array": "SBATCH_ARRAY_INX",
+}
+
+
+@dataclass(frozen=True)
+class TrainCommand:
+    """One start of ``launch/node``: the config and overrides that its ranks get, and on how many nodes."""
+
+    config: Path
+    overrides: tuple[str, ...]
+    nodes: int
+
+
+@dataclass(frozen=True)
+class JobFile:
+    """A job file with the options that it would be submitted with.
+
+    Args:
+        path: the file.
+        arguments: behind the file on sbatch's command line.
+        options: sbatch's long options without ``--``; they win over variables, and those over the file.
+        environment: that sbatch would be called in.
+    """
+
+    path: Path
+    arguments: tuple[str, ...]
+    options: Mapping[str, str]
+    environment: Mapping[str, str]
+
+    def option(self, name: str) -> str | None:
+        """Value of an option of sbatch, None where it is not given."""
+        if name in self.options:
+            return self.options[name]
+        if self.environment.get(_VARIABLES.get(name, "")):
+            return self.environment[_VARIABLES[name]]
+        return self._directives().get(name)
+
+    def number(self, name: str, default: int) -> int:
+        """Value of an option that is a number; of ``h100:8`` the 8.
+
+        Raises:
+            UserError: it is none.
+        """
+        text = self.option(name)
+        if text is None:
+            return default
+        number = text.rpartition(":")[2]
+        if not number.isdecimal() or int(number) < 1:
+            raise UserError(f"{self.path}: --{name}: {text!r} given, but it must be a whole number of 1 or more")
+        return int(number)
+
+    @property
+    def root(self) -> Path:
+        """The checkout that the job runs in."""
+        return Path(self.environment.get("MHAR_ROOT") or Path.cwd())
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return self.number("nodes", 1)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks that launch/node will start."""
+        given = self.environment.get("MHAR_RANKS_PER_NODE")
+        if given:
+            if not given.isdecimal() or int(given) < 1:
+                raise UserError(f"MHAR_RANKS_PER_NODE: {given!r} given, but it must be a whole number of 1 or more")
+            return int(given)
+        return self.number("gpus-per-node", 1)
+
+    @property
+    def tasks(self) -> list[int | None]:
+        """Indices of the job array; [None] for a file that is none."""
+        text = self.option("array")
+        if text is None:
+            return [None]
+        tasks: list[int | None] = []
+        for part in text.partition("%")[0].split(","):
+            match = re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part)
+            if match is None or match[3] == "0":
+                raise UserError(f"{self.path}: --array: {text!r} given; allowed: numbers and ranges, like 0-4 or 1,3")
+            tasks += range(int(match[1]), int(match[2] or match[1]) + 1, int(match[3] or 1))
+        return tasks
+
+    def _directives(self) -> dict[str, str]:
+        try:
+            lines = self.path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "no text"
+            raise UserError(f"{self.path}: cannot be read as a job file: {reason}") from None
+        found = {}
+        for line in lines:
+            if line.strip() and not line.startswith("#"):
+                break  # as sbatch does
+            if match := _DIRECTIVE.match(line):
+                found[match[1]] = match[2] or ""
+        return found
+
+    def render(self, task: int | None) -> list[list[str]]:
+        """The srun commands of the job, or of one task of its array, in order.
+
+        Raises:
+            UserError: the file ends with an error: what it says.
+        """
+        environment = dict(self.environment) | {
+            "MHAR_RENDER": "1",
+            "SLURM_SUBMIT_DIR": str(Path.cwd()),
+            "SLURM_JOB_NUM_NODES": str(self.nodes),
+        }
+        if task is not None:
+            environment["SLURM_ARRAY_TASK_ID"] = str(task)
+        done = subprocess.run(
+            ["bash", str(self.path), *self.arguments],
+            env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60,
+        )  # fmt: skip
+        if done.returncode:
+            said = done.stderr.strip().splitlines() or [f"ends with code {done.returncode}"]
+            where = "" if task is None else f", task {task}"
+            raise UserError(f"{self.path}{where}: {said[-1]}")
+        return [shlex.split(line) for line in done.stdout.splitlines()]
+
+    def trainings(self, commands: Sequence[Sequence[str]]) -> list[TrainCommand]:
+        """Those of the commands that train."""
+        found = []
+        for command in commands:
+            for place, word in enumerate(command):
+                if word.endswith("launch/node") and place + 1 < len(command):
+                    nodes = next((w for w in command[:place] if w.startswith("--nodes=")), f"--nodes={self.nodes}")
+                    config, *overrides = command[place + 1 :]
+                    found.append(TrainCommand(Path(config), tuple(overrides), int(nodes.partition("=")[2])))
+                    break
+        return found
+
+    def variable_problems(self) -> list[str]:
+        """What is wrong with the site's variables, a line each."""
+        common = self.root / "slurm" / "common.sh"
+        try:
+            known = set(_SITE_VARIABLE.findall(common.read_text(encoding="utf-8")))
+        except OSError as error:
+            return [f"{common}: cannot be read ({error.strerror}); submit from the checkout, or set MHAR_ROOT to it"]
+        problems = []
+        for name in sorted(self.environment):
+            if name.startswith("MHAR_") and name not in known | _INTERNAL:
+                near = get_close_matches(name, known, 1)
+                meant = f"did you mean {near[0]}?" if near else f"{common} has the choices of a site"
+                problems.append(f"{name}: no such variable; {meant}")
+        if problem := self._installation_problem():
+            problems.append(problem)
+        for mount in filter(None, self.environment.get("MHAR_MOUNTS", "").split(",")):
+            if not Path(mount.partition(":")[0]).exists():
+                problems.append(f"MHAR_MOUNTS: {mount} given, but there is no {mount.partition(':')[0]} here")
+        retries = self.environment.get("MHAR_RETRIES", "")
+        if retries and not retries.isdecimal():
+            problems.append(f"MHAR_RETRIES: {retries!r} given, but it must be a whole number of 0 or more")
+        return problems
+
+    def _installation_problem(self) -> str | None:
+        image = self.environment.get("MHAR_CONTAINER")
+        if image:
+            is_file = image.startswith(("/", "./")) or image.endswith(".sqsh")
+            missing = is_file and not (self.root / image).is_file()
+            return f"MHAR_CONTAINER: {image} given, but there is no such file" if missing else None
+        venv = Path(self.environment.get("MHAR_VENV") or self.root / ".venv")
+        if os.access(venv / "bin" / "mhar", os.X_OK):
+            return None
+        given = f"{venv} given, but it" if self.environment.get("MHAR_VENV") else f"not set, and {venv}"
+        return f"MHAR_VENV: {given} has no bin/mhar; make venv makes one in the checkout, or set MHAR_CONTAINER"
+
+
+def parse_time(text: str) -> int | None:
+    """Seconds of a time as Slurm writes it (``90``, ``1:30:00``, ``2-12``); None where there is no limit.
+
+    Raises:
+        ValueError: it is no time.
+    """
+    if text.upper() in ("UNLIMITED", "INFINITE"):
+        return None
+    days, dash, clock = text.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    if dash:  # d-h, d-h:m, d-h:m:s
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+    elif len(parts) == 3:
+        hours, minutes, seconds = parts
+    else:  # m, m:s
+        hours, (minutes, seconds) = 0, (*parts, 0)[:2]
+    if len(parts) > 3:
+        raise ValueError(text)
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds

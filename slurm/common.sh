@@ -1,0 +1,202 @@
+# shellcheck shell=bash
+# What the job files of this folder share: the choices of a site, and the life of a training job.
+#
+# Submit from the checkout: sbatch slurm/pretrain_1b.sbatch [KEY=VALUE]...   or, checked first, mhar submit FILE ...
+set -euo pipefail
+
+# --- Choices of the site. Set them in the environment of sbatch, or change the defaults here. -------------------------
+#
+# Partition, account, quality of service, time and GPUs a node have Slurm's own variables, which win over a job file:
+#   SBATCH_PARTITION  SBATCH_ACCOUNT  SBATCH_QOS  SBATCH_TIMELIMIT  SBATCH_GPUS_PER_NODE
+: "${MHAR_ROOT:=${SLURM_SUBMIT_DIR:-$PWD}}" # the checkout, on a file system that all nodes see
+: "${MHAR_VENV:=$MHAR_ROOT/.venv}"          # virtual environment with mhar; not used with a container
+: "${MHAR_CONTAINER:=}"                     # container image for Pyxis (a .sqsh file or an image's name); empty: MHAR_VENV
+: "${MHAR_MOUNTS:=}"                        # mounts of the container beside MHAR_ROOT and MHAR_OUTPUT_DIR: /from:/to,...
+: "${MHAR_OUTPUT_DIR:=$MHAR_ROOT/runs}"     # run folders; a file system that all nodes see
+: "${MHAR_TRAIN_DATA:=}"                    # data.train, as YAML: [/corpus/shard-0, /corpus/shard-1]; empty: the config's
+: "${MHAR_VALID_DATA:=}"                    # data.valid, likewise
+: "${MHAR_INTERFACE:=}"                     # network interface of NCCL's and gloo's sockets; empty: their choice
+: "${MHAR_RANKS_PER_NODE:=}"                # empty: one a GPU
+: "${MHAR_RETRIES:=3}"                      # requeues in a row that bring no newer checkpoint, then the job gives up
+# ----------------------------------------------------------------------------------------------------------------------
+
+# Set by mhar submit: say what would be started and start nothing.
+: "${MHAR_RENDER:=}"
+
+export MHAR_ROOT MHAR_INTERFACE MHAR_RANKS_PER_NODE
+[ -n "$MHAR_INTERFACE" ] || unset MHAR_INTERFACE
+[ -n "$MHAR_RANKS_PER_NODE" ] || unset MHAR_RANKS_PER_NODE
+cd "$MHAR_ROOT"
+
+# Containers see the same paths as the host, so that a job file means the same with and without.
+site=(--ntasks-per-node=1 --cpu-bind=none) # launch/node starts the ranks; each may use all cores that the job has
+[ -z "${SLURM_CPUS_ON_NODE:-}" ] || site+=(--cpus-per-task="$SLURM_CPUS_ON_NODE")
+if [ -n "$MHAR_CONTAINER" ]; then
+  [ -n "$MHAR_RENDER" ] || mkdir -p "$MHAR_OUTPUT_DIR" # a mount must be there
+  site+=(
+    --container-image="$MHAR_CONTAINER"
+    --container-mounts="$MHAR_ROOT:$MHAR_ROOT,$MHAR_OUTPUT_DIR:$MHAR_OUTPUT_DIR${MHAR_MOUNTS:+,$MHAR_MOUNTS}"
+    --container-workdir="$MHAR_ROOT"
+  )
+else
+  export PATH="$MHAR_VENV/bin:$PATH"
+fi
+
+# say TEXT: a line of the job's log.
+say() { printf '%s job %s: %s\n' "$(date '+%Y-%m-%d %H:%M:%S')" "${SLURM_JOB_ID:-none}" "$1"; }
+
+# on_one_node COMMAND...: run it once; a failure ends the job.
+on_one_node() {
+  local command=(srun --nodes=1 --ntasks=1 "${site[@]}" "$@")
+  if [ -n "$MHAR_RENDER" ]; then
+    render "${command[@]}"
+    return
+  fi
+  say "$*"
+  "${command[@]}" || {
+    local code=$?
+    say "$1 ended with code $code"
+    exit "$code"
+  }
+}
+
+# train NAME CONFIG [KEY=VALUE]...: train the run of that name on all nodes of the job, or go on with it.
+#
+# Returns once the run is finished (its summary.json is the flag). If its ranks end before, the job is put back into the
+# queue and goes on from the newest complete checkpoint by the same command; it gives up after MHAR_RETRIES requeues in a
+# row without a newer checkpoint, and at once where a repetition would end the same (mhar's exit code 2: bad input, a
+# diverged loss, a full disk). Each start and end is a line in the log and in attempts.tsv of the run folder.
+train() {
+  local name=$1 config=$2 output=$MHAR_OUTPUT_DIR argument code reason restart=${SLURM_RESTART_COUNT:-0}
+  shift 2
+  local arguments=("name=$name" "output_dir=$output")
+  [ -z "$MHAR_TRAIN_DATA" ] || arguments+=("data.train=$MHAR_TRAIN_DATA")
+  [ -z "$MHAR_VALID_DATA" ] || arguments+=("data.valid=$MHAR_VALID_DATA")
+  arguments+=("$@") # the last one given wins
+  for argument in "${arguments[@]}"; do
+    case $argument in
+      name=*) name=${argument#*=} ;;
+      output_dir=*) output=${argument#*=} ;;
+    esac
+  done
+  local run_dir=$output/$name
+  local command=(srun --kill-on-bad-exit=1 "${site[@]}" "$MHAR_ROOT/launch/node" "$config" "${arguments[@]}")
+  if [ -n "$MHAR_RENDER" ]; then
+    render "${command[@]}"
+    return
+  fi
+  if [ -s "$run_dir/summary.json" ]; then
+    say "$run_dir is finished already"
+    return
+  fi
+
+  export MHAR_LOGS=$run_dir/logs/$SLURM_JOB_ID-$restart
+  mkdir -p "$MHAR_LOGS"
+  local before
+  before=$(tail -n 1 "$run_dir/attempts.tsv" 2>/dev/null || true)
+  case $before in
+    *$'\tstart\t'*) end "the start before ended without a word: its first node was lost, or it was killed" ;;
+  esac
+  record start "on ${SLURM_JOB_NODELIST:-?}"
+  say "start $((restart + 1)) of $run_dir on ${SLURM_JOB_NODELIST:-?}, from step $(newest_step), logs in $MHAR_LOGS"
+  if [ "$(fruitless_starts)" -gt $((MHAR_RETRIES + 1)) ]; then # Slurm requeues by itself when a node is lost
+    end "gave up: $MHAR_RETRIES requeues brought no newer checkpoint than that of step $(newest_step)"
+    exit 1
+  fi
+
+  local notice="" ranks
+  "${command[@]}" &
+  ranks=$!
+  # srun passes it on to launch/node, and that to the ranks, which save and stop.
+  trap 'notice=USR1; say "SIGUSR1: the time limit is near, the ranks save and stop"; kill -USR1 "$ranks"' USR1
+  # Slurm has told the ranks too.
+  trap 'notice=${notice:-TERM}; say "SIGTERM: Slurm ends this job, the ranks save and stop"' TERM
+  while true; do # a trapped signal ends the wait, not srun
+    code=0
+    wait "$ranks" || code=$?
+    kill -0 "$ranks" 2>/dev/null || break
+  done
+  trap '' USR1 TERM # what comes now changes nothing, and must not keep the end from being told
+
+  if [ -s "$run_dir/summary.json" ]; then
+    end "finished"
+    trap - USR1 TERM
+    return
+  fi
+  case $notice in
+    TERM)
+      end "ended by Slurm (SIGTERM): cancelled, requeued by hand, preempted or out of time"
+      exit 143
+      ;;
+    USR1)
+      reason="stopped ahead of the time limit (SIGUSR1)"
+      ;;
+    *)
+      if [ "$code" -eq 0 ]; then
+        end "stopped as asked (training.stop_after, or a signal to a rank)"
+        exit 0
+      fi
+      reason=$(first_failure)
+      code=${reason%% *} reason=${reason#* }
+      if [ "$code" -eq 2 ]; then
+        end "$reason; not requeued: it would end the same"
+        exit 2
+      fi
+      ;;
+  esac
+  if [ "$(fruitless_starts)" -gt "$MHAR_RETRIES" ]; then
+    end "$reason; gave up: $MHAR_RETRIES requeues brought no newer checkpoint than that of step $(newest_step)"
+    exit 1
+  fi
+  end "$reason; requeued, goes on from step $(newest_step)"
+  scontrol requeue "$SLURM_JOB_ID" || end "the requeue was refused: submit the same job file again to go on"
+  exit 1
+}
+
+# What follows is of train alone, and reads its variables.
+
+# record EVENT TEXT: a line of attempts.tsv: time, event, job, restart, step of the newest complete checkpoint, text.
+record() {
+  printf '%s\t%s\t%s\t%s\t%s\t%s\n' "$(date -u '+%Y-%m-%dT%H:%M:%SZ')" "$1" "$SLURM_JOB_ID" "$restart" \
+    "$(newest_step)" "${2//[$'\t\n\r']/ }" >>"$run_dir/attempts.tsv"
+}
+
+end() {
+  record end "$1"
+  say "$1"
+}
+
+# Step of the newest complete checkpoint, 0 without one; half-written ones have an ending.
+newest_step() {
+  local folder step=0
+  for folder in "$run_dir"/checkpoints/step_*; do
+    folder=${folder##*/step_}
+    case $folder in
+      *[!0-9]* | "") ;;
+      *) [ $((10#$folder)) -le "$step" ] || step=$((10#$folder)) ;;
+    esac
+  done
+  echo "$step"
+}
+
+# How often this job has started from the checkpoint that is still the newest.
+fruitless_starts() {
+  awk -F '\t' -v job="$SLURM_JOB_ID" -v step="$(newest_step)" \
+    '$2 == "start" && $3 == job && $5 == step { n++ } END { print n + 0 }' "$run_dir/attempts.tsv"
+}
+
+# "CODE REASON" of the rank that failed first, as the launch/node of each node has left it.
+first_failure() {
+  local text
+  text=$(cat "$MHAR_LOGS"/node-*.end 2>/dev/null | sort -n | head -n 1)
+  if [ -n "$text" ]; then
+    echo "${text#* }"
+  else
+    echo "1 srun ended with code $code and no node has said why: a node was lost, or the ranks were not started"
+  fi
+}
+
+render() {
+  printf '%q ' "$@"
+  echo
+}

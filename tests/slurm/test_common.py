@@ -1,0 +1,182 @@
+"""The life of a training job in slurm/common.sh, with stand-ins for srun and scontrol that do what a test says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_mhar.launch.attempts import read_attempts
+from tests.launch import ROOT
+
+JOB = """\
+#!/usr/bin/env bash
+source "$MHAR_ROOT/slurm/common.sh" || exit 2
+train run configs/demo/mhar.yaml training.steps=3 "$@"
+echo NEXT
+"""
+
+
+class Job:
+    """A job that has been submitted: each :meth:`start` is a start by Slurm."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run_dir = folder / "out" / "run"
+        self.bin = folder / "bin"
+        self.bin.mkdir()
+        self.file = folder / "job.sbatch"
+        self.file.write_text(JOB)
+        self.requeued = folder / "requeued"
+        self._tool("scontrol", f'echo "$*" >>{self.requeued}')
+        self.restart = 0
+
+    def _tool(self, name: str, text: str) -> None:
+        path = self.bin / name
+        path.write_text(f"#!/usr/bin/env bash\n{text}\n")
+        path.chmod(0o755)
+
+    def _popen(self, srun: str, arguments: tuple[str, ...], **environment: str) -> subprocess.Popen[str]:
+        self._tool("srun", f'run_dir={self.run_dir}\necho "$@" >>{self.bin}/calls\n{srun}')
+        values = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "MHAR_"))}
+        values |= {
+            "MHAR_ROOT": str(ROOT), "MHAR_OUTPUT_DIR": str(self.run_dir.parent), "SLURM_JOB_ID": "12",
+            "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_RESTART_COUNT": str(self.restart),
+            "MHAR_VENV": str(self.bin.parent), "PATH": f"{self.bin}:{os.environ['PATH']}", **environment,
+        }  # fmt: skip
+        self.restart += 1
+        command = ["bash", str(self.file), *arguments]
+        return subprocess.Popen(
+            command, env=values, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+
+    def start(self, srun: str, *arguments: str, **environment: str) -> tuple[int, str]:
+        process = self._popen(srun, arguments, **environment)
+        output, _ = process.communicate(timeout=60)
+        return process.returncode, output
+
+    def requeues(self) -> int:
+        return len(self.requeued.read_text().splitlines()) if self.requeued.exists() else 0
+
+    def ends(self) -> list[str]:
+        return [attempt.text for attempt in read_attempts(self.run_dir) if attempt.event == "end"]
+
+
+SAVE = 'mkdir -p "$run_dir/checkpoints/step_0000000{}"; mkdir -p "$run_dir/checkpoints/step_00000009.ab.partial"\n'
+FAIL = 'echo "100.5 1 lost its neighbour" >"$MHAR_LOGS/node-0001.end"; echo "99.1 137 rank 3 was killed" >"$MHAR_LOGS/node-0000.end"; exit 143'  # noqa: E501
+FINISH = 'echo "{}" >"$run_dir/summary.json"'
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path)
+
+
+def test_a_run_that_finishes_is_not_started_again(job: Job) -> None:
+    code, output = job.start(FINISH)
+    assert code == 0 and "NEXT" in output
+    assert job.ends() == ["finished"] and job.requeues() == 0
+    code, output = job.start("exit 1")
+    assert code == 0 and "is finished already" in output
+    assert len((job.bin / "calls").read_text().splitlines()) == 1
+
+
+def test_the_command_is_that_of_launch_node_with_what_the_user_gave_last(job: Job) -> None:
+    job.start(FINISH, "optimizer.lr=1", MHAR_TRAIN_DATA="[/a, /b]", MHAR_CONTAINER="img", MHAR_MOUNTS="/a:/a")
+    call = (job.bin / "calls").read_text()
+    assert f"{ROOT}/launch/node configs/demo/mhar.yaml name=run output_dir={job.run_dir.parent} " in call
+    assert call.rstrip().endswith("data.train=[/a, /b] training.steps=3 optimizer.lr=1")
+    assert "--container-image=img" in call and f"--container-mounts={ROOT}:{ROOT},{job.run_dir.parent}:" in call
+    assert ",/a:/a " in call
+
+
+def test_a_name_given_by_the_user_is_the_folder(job: Job) -> None:
+    job.start('mkdir -p "$run_dir/../other"; echo "{}" >"$run_dir/../other/summary.json"', "name=other")
+    assert [attempt.text for attempt in read_attempts(job.run_dir.parent / "other")][-1] == "finished"
+
+
+def test_a_failure_is_requeued_with_the_first_reason_and_goes_on_from_the_newest_checkpoint(job: Job) -> None:
+    code, output = job.start(SAVE.format(3) + FAIL)
+    assert code == 1 and job.requeues() == 1 and "NEXT" not in output
+    assert "rank 3 was killed; requeued, goes on from step 3" in output
+    code, output = job.start(FINISH)
+    assert code == 0 and "start 2 of" in output and "from step 3" in output
+    assert [(a.event, a.restart, a.step) for a in read_attempts(job.run_dir)] == [
+        ("start", 0, 0), ("end", 0, 3), ("start", 1, 3), ("end", 1, 3),
+    ]  # fmt: skip
+
+
+def test_it_gives_up_without_progress_and_counts_anew_with_it(job: Job) -> None:
+    for step in (1, 2):  # each brings a checkpoint, and may then fail as often again
+        job.start(SAVE.format(step) + FAIL, MHAR_RETRIES="1")
+    assert job.requeues() == 2
+    job.start(FAIL, MHAR_RETRIES="1")
+    assert job.requeues() == 3
+    code, output = job.start(FAIL, MHAR_RETRIES="1")
+    assert code == 1 and job.requeues() == 3
+    assert "gave up: 1 requeues brought no newer checkpoint than that of step 2" in output
+    # Submitted again once the cause is gone, it is another job.
+    code, _ = job.start(FINISH, MHAR_RETRIES="1", SLURM_JOB_ID="13")
+    assert code == 0
+
+
+def test_slurms_own_requeues_are_counted_too(job: Job) -> None:
+    """A lost first node takes the job's script with it: nothing is written, and Slurm starts the job again."""
+    for _ in range(4):
+        process = job._popen("sleep 60", ())
+        calls = job.restart
+        while not (job.bin / "calls").exists() or len((job.bin / "calls").read_text().splitlines()) < calls:
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=60)
+    code, output = job.start("sleep 60")
+    assert code == 1 and "gave up: 3 requeues" in output
+    assert "the start before ended without a word" in output
+
+
+def test_what_would_end_the_same_is_not_requeued(job: Job) -> None:
+    code, output = job.start('echo "99.1 2 mhar says: bad input" >"$MHAR_LOGS/node-0000.end"; exit 143')
+    assert code == 2 and job.requeues() == 0
+    assert job.ends() == ["mhar says: bad input; not requeued: it would end the same"]
+
+
+def test_a_node_that_leaves_no_word_is_requeued(job: Job) -> None:
+    job.start("exit 9")
+    assert job.requeues() == 1
+    assert job.ends()[0].startswith("srun ended with code 9 and no node has said why")
+
+
+def test_stopped_as_asked_is_an_end(job: Job) -> None:
+    code, output = job.start("exit 0")
+    assert code == 0 and job.requeues() == 0 and "NEXT" not in output
+    assert job.ends()[0].startswith("stopped as asked")
+
+
+LISTEN = """\
+trap 'mkdir -p "$run_dir/checkpoints/step_00000007"; exit 0' USR1
+echo $$ >"$run_dir/partial"; mv "$run_dir/partial" "$run_dir/ready"
+while true; do sleep 0.1; done
+"""
+
+
+@pytest.mark.parametrize("name,code,requeues,text", [
+    ("USR1", 1, 1, "stopped ahead of the time limit (SIGUSR1); requeued, goes on from step 7"),
+    ("TERM", 143, 0, "ended by Slurm (SIGTERM): cancelled, requeued by hand, preempted or out of time"),
+])  # fmt: skip
+def test_signals(job: Job, name: str, code: int, requeues: int, text: str) -> None:
+    process = job._popen(LISTEN, ())
+    while not (job.run_dir / "ready").exists():
+        time.sleep(0.05)
+    process.send_signal(getattr(signal, f"SIG{name}"))
+    if name == "TERM":  # Slurm tells the ranks itself
+        time.sleep(0.5)
+        assert process.poll() is None, "the job must wait for its ranks"
+        os.kill(int((job.run_dir / "ready").read_text()), signal.SIGUSR1)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert job.requeues() == requeues
+    assert job.ends() == [text] and text in output

@@ -1,0 +1,200 @@
+"""The ranks of a node: where they stand, what becomes of them, and what is left to read."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_mhar.config.load import dump_config
+from megatron_mhar.errors import UserError
+from megatron_mhar.launch import node
+from megatron_mhar.launch.node import Node, Place, find_place, first_host, port_of_job
+from tests.conftest import tiny_run
+from tests.launch import ROOT
+
+STEP = {
+    "SLURM_STEP_NODELIST": "node[1-2]", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "1",
+    "SLURM_JOB_ID": "12345", "SLURM_GPUS_ON_NODE": "4",
+}  # fmt: skip
+
+
+def test_place_from_slurm() -> None:
+    place = find_place(STEP)
+    assert place == Place(node=1, nodes=2, ranks=4, address="node1", port=22345)
+    assert place.environment(3) == {
+        "RANK": "7", "LOCAL_RANK": "3", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node1",
+        "MASTER_PORT": "22345",
+    }  # fmt: skip
+    assert find_place(STEP | {"MHAR_RANKS_PER_NODE": "2"}).ranks == 2
+
+
+def test_place_by_hand_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")  # no nvidia-smi
+    given = {
+        "NNODES": "3",
+        "NODE_RANK": "2",
+        "MASTER_ADDR": "first",
+        "MASTER_PORT": "4000",
+        "CUDA_VISIBLE_DEVICES": "0,1",
+    }
+    assert find_place(given) == Place(2, 3, 2, "first", 4000)
+    alone = find_place({})
+    assert (alone.node, alone.nodes, alone.ranks, alone.address) == (0, 1, 1, "localhost")
+    assert alone.port != find_place({}).port or alone.port > 1024
+
+
+@pytest.mark.parametrize(
+    "environment,message",
+    [
+        (STEP | {"SLURM_STEP_NUM_TASKS": "8"}, r"srun: 8 tasks on 2 nodes given.*--ntasks-per-node=1"),
+        (STEP | {"MHAR_RANKS_PER_NODE": "all"}, r"MHAR_RANKS_PER_NODE: 'all' given.*whole number of 1 or more"),
+        ({"NNODES": "2"}, r"NODE_RANK: missing"),
+        ({"NNODES": "2", "NODE_RANK": "2"}, r"NODE_RANK: 2 given, but with NNODES 2 it must be below"),
+        ({"NNODES": "2", "NODE_RANK": "0"}, r"MASTER_ADDR: missing; .*host of node 0"),
+    ],
+)
+def test_wrong_place_is_one_clear_error(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        find_place({"CUDA_VISIBLE_DEVICES": "0", **environment})
+
+
+@pytest.mark.parametrize(
+    "nodelist,host",
+    [
+        ("login", "login"),
+        ("node[1-4]", "node1"),
+        ("node[003,7-9]", "node003"),
+        ("a1,node[2-3]", "a1"),
+        ("rack[2-4,7]-n[01-16],login", "rack2-n01"),
+        ("gpu-a-[12-13]", "gpu-a-12"),
+    ],
+)
+def test_first_host(nodelist: str, host: str) -> None:
+    assert first_host(nodelist) == host
+
+
+def test_jobs_that_share_a_node_meet_at_other_ports() -> None:
+    ports = [port_of_job(job) for job in range(4999990, 5000010)]
+    assert len(set(ports)) == len(ports)
+    assert all(1024 < port < 32768 for port in ports)  # Linux gives out ports from 32768 on
+
+
+def run_ranks(tmp_path: Path, script: str, *, ranks: int = 2, patience_s: float = 5) -> tuple[int, Path]:
+    """A node whose ranks run a Python script instead of mhar train."""
+    logs = tmp_path / "logs"
+    ours = Node(Place(0, 1, ranks, "localhost", 1), [], logs, patience_s=patience_s)
+    ours._command = [sys.executable, "-c", "import os, sys, time\nrank = int(os.environ['RANK'])\n" + script]
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    try:
+        return ours.run(), logs
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def reason(logs: Path) -> str:
+    (file,) = logs.glob("*.end")
+    match = re.fullmatch(r"\d+\.\d{3} (\d+ .*)\n", file.read_text())
+    assert match is not None
+    return match[1]
+
+
+def test_every_rank_has_a_log_and_the_first_one_is_repeated(
+    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    code, logs = run_ranks(
+        tmp_path, "print(f'I am {rank} of', os.environ['WORLD_SIZE'], os.environ['OMP_NUM_THREADS'])"
+    )
+    assert code == 0
+    assert not list(logs.glob("*.end"))
+    texts = [(logs / f"rank-{rank:05d}.log").read_text() for rank in range(2)]
+    assert texts == ["I am 0 of 2 1\n", "I am 1 of 2 1\n"]
+    out = capfdbinary.readouterr().out
+    assert b"I am 0 of 2" in out and b"I am 1" not in out
+
+
+def test_a_killed_rank_is_named_and_the_others_are_ended(tmp_path: Path) -> None:
+    begun = time.monotonic()
+    script = "if rank == 1: os.kill(os.getpid(), 9)\ntime.sleep(60)"
+    code, logs = run_ranks(tmp_path, script, ranks=3, patience_s=0.5)
+    assert time.monotonic() - begun < 30
+    assert code == 128 + 9
+    assert re.match(r"137 rank 1 on \S+ \(pid \d+\) was killed by SIGKILL$", reason(logs))
+
+
+def test_a_notice_before_training_ends_a_rank(tmp_path: Path) -> None:
+    script = "os.system(f'kill -USR1 {os.getppid()}')\ntime.sleep(60)"
+    code, logs = run_ranks(tmp_path, script, ranks=1)
+    assert code == 128 + signal.SIGUSR1
+    assert reason(logs).endswith("was told to stop while it did not train, and had nothing to save")
+
+
+def test_a_rank_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "_KILL_AFTER_S", 0.5)
+    script = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nrank or sys.exit(7)\ntime.sleep(60)"
+    code, logs = run_ranks(tmp_path, script, patience_s=3)
+    assert code == 7
+    assert reason(logs).startswith("7 rank 0 on ")
+
+
+def test_the_reason_is_the_error_message(tmp_path: Path) -> None:
+    script = "print('noise'); print('mhar: error: x: 3 given,\\n  but 4 is right')\nsys.exit(2)"
+    code, logs = run_ranks(tmp_path, script, ranks=1)
+    assert code == 2
+    assert reason(logs).endswith("ended with code 2: x: 3 given, but 4 is right")
+
+
+def test_bad_input_outranks_ranks_that_fail_with_it(tmp_path: Path) -> None:
+    script = "print('mhar: error: bad' if rank else 'rank 1 is lost', flush=True)\nsys.exit(2 if rank else 1)"
+    code, logs = run_ranks(tmp_path, "time.sleep(0.5)\n" + script)
+    assert code in (1, 2)  # whichever ended first; seen at once, it is the cause
+    assert reason(logs).startswith(f"{code} rank {code - 1} on ")
+
+
+def test_signals_become_a_notice_and_the_second_is_passed_on(tmp_path: Path) -> None:
+    script = (
+        "import signal\nseen = []\nfor number in (signal.SIGUSR1, signal.SIGTERM):\n"
+        "    signal.signal(number, lambda number, frame: seen.append(signal.Signals(number).name))\n"
+        "for name in ('TERM', 'USR1', 'TERM'): os.system(f'kill -{name} {os.getppid()}'); time.sleep(0.5)\n"
+        "print(*seen)"
+    )
+    code, logs = run_ranks(tmp_path, script, ranks=1)
+    assert code == 0
+    assert (logs / "rank-00000.log").read_text().split() == ["SIGUSR1", "SIGUSR1", "SIGTERM"]
+
+
+def test_launch_node_trains_on_two_ranks(tmp_path: Path, corpus: Path) -> None:
+    """From the shell, as on a laptop; a misspelt key is told once."""
+    config = tmp_path / "tiny.yaml"
+    config.write_text(dump_config(tiny_run(corpus, tmp_path / "runs", training={"steps": 3})))
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
+    environment |= {"MHAR_RANKS_PER_NODE": "2", "PATH": f"{ROOT}/.venv/bin:{os.environ['PATH']}"}
+
+    def start(*overrides: str) -> subprocess.CompletedProcess[str]:
+        command = [str(ROOT / "launch/node"), str(config), *overrides]
+        return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=200)
+
+    wrong = start("trainin.steps=3")
+    assert wrong.returncode == 2
+    assert wrong.stderr.count("mhar: error:") == 1 and "trainin" in wrong.stderr
+    done = start()
+    assert done.returncode == 0, done.stderr
+    assert "2 ranks" in done.stdout and "finished" in done.stdout
+    (logs,) = (tmp_path / "runs/run/logs").iterdir()
+    assert sorted(path.name for path in logs.iterdir()) == ["rank-00000.log", "rank-00001.log"]
+    # Its torch's own launcher is one too.
+    (tmp_path / "runs/run/summary.json").unlink()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+    again = subprocess.run(
+        [*torchrun, str(ROOT / "launch/node"), str(config)], env=environment, cwd=ROOT, capture_output=True, text=True,
+        timeout=200,
+    )  # fmt: skip
+    assert again.returncode == 0, again.stderr
+    assert (tmp_path / "runs/run/summary.json").is_file()
