@@ -19,6 +19,7 @@ from megatron_mhar.config.schema import RECURRENT, SUBLAYERS, ModelConfig, Paral
 from megatron_mhar.errors import UserError
 from megatron_mhar.model.initialize import initialize_weights
 from megatron_mhar.model.specs import Layers, routed_stack_spec
+from megatron_mhar.routing import resolve_backend
 
 
 def resolve_layers(asked: str) -> Layers:
@@ -39,8 +40,12 @@ def check_layers(config: RunConfig) -> Layers:
 
     Raises:
         UserError: see :func:`resolve_layers`; also where context parallelism or recurrent sublayers lack Transformer
-            Engine's layers, or a recurrent sublayer the library that computes it.
+            Engine's layers, a recurrent sublayer the library that computes it, or a routing backend its device.
     """
+    try:
+        resolve_backend(config.residual.backend, "cuda" if platform.HAS_GPU else "cpu")
+    except ValueError as error:
+        raise UserError(f"residual.backend: {error}") from None
     layers, context = resolve_layers(config.model.layers), config.parallel.context
     recurrent = sorted(set(config.model.layer_pattern) & RECURRENT)
     given = [f"parallel.context: {context} given"] * (context > 1)

@@ -253,6 +253,18 @@ def test_train_layout_on_one_rank(refused: Callable[..., str], data: Path, tmp_p
     assert error.startswith("parallel.tensor: 2 given, but it must divide the number of ranks, 1")
 
 
+def test_train_fused_reads_without_a_gpu(
+    refused: Callable[..., str], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_mhar import platform
+
+    if platform.HAS_GPU:
+        pytest.skip("this machine has a GPU")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    error = refused("train", write_config(tmp_path, data), "residual.backend=triton")
+    assert error.startswith("residual.backend: routing backend 'triton' given, but it needs Triton and a GPU")
+
+
 def test_train_transformer_engine_without_a_gpu(refused: Callable[..., str], data: Path, tmp_path: Path) -> None:
     from megatron_mhar import platform
 
