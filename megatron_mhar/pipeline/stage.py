@@ -33,18 +33,12 @@ class Stage:
 
     def __init__(self, plan: PipelinePlan, number: int, previous: Stage | None) -> None:
         self.plan, self.number, self.previous = plan, number, previous
-        last = number == plan.num_stages - 1
-        self._sent = () if last else plan.received(number + 1)
+        self._sent = () if self.is_last else plan.received(number + 1)
         later = number + plan.num_ranks
         self._handed = plan.handed(later) if later < plan.num_stages else ()
         # One entry a micro-batch that this stage has done and the rank's next stage has not: schedules run the
         # micro-batches of every stage in one order.
         self._waiting: deque[State] = deque()
-
-    @property
-    def first_sublayer(self) -> int:
-        """Number of this stage's first sublayer."""
-        return self.plan.starts[self.number]
 
     @property
     def is_last(self) -> bool:
