@@ -175,6 +175,8 @@ class DepthHistory:
 
     def _make_entry(self, block: int) -> None:
         assert self.stream is not None
+        if self.fused is not None:
+            self.fused.chain.settle()  # the last entry is looked at here, perhaps before a site has read it
         entry = self.stream if self._last_entry is None else self.stream - self._last_entry
         self._last_entry = self._keep(Source("entry", block), entry)
 

@@ -60,6 +60,8 @@ class RoutingSite(Site):
         """Routed sources `[s, b, d]`; for delta, stream + gate * routed sources."""
         site, sources = history.next_site, history.sources(self.null_source)
         if history.observer is not None:
+            if history.fused is not None:
+                history.fused.chain.settle()
             history.observer(site, sources, self.query, self.norm_weight)
         shared = self.null_source is not None
         if history.fused is not None and len(sources) > shared:  # the released form's first site reads null alone

@@ -14,6 +14,7 @@ backward (recomputation).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -27,7 +28,9 @@ from megatron_mhar.routing.plan import ReadPlan
 
 LOG2_E = 1.4426950408889634
 GROUP: int = kernels.GROUP.value
+HALF = GROUP // 2
 _PARTS = 32  # of the tokens, in sums over them: enough programs to fill a GPU, few enough that partial sums cost little
+_WIDEST_GROUPED = 512  # channels of a head; a group's tiles of more do not fit into a program's registers
 _NULL_TOKENS = 32  # a program of the null sources' kernel, which goes through them one by one
 
 
@@ -49,15 +52,30 @@ class Chain:
             site: SiteParameters(*(None if p is None else p.detach() for p in parameters))  # type: ignore[arg-type]
             for site, parameters in sites.items()
         }
-        self._rows: set[int] = set()  # sources that have been added and not yet pulled
-        self._read_back: set[int] = set()  # sites whose output gradient is there
+        key = next(iter(sites.values())).query.numel() // plan.num_heads
+        self._grouped = grouped and plan.grows_by_one and key <= _WIDEST_GROUPED
+        # Rows that are read here, close together, and the sites that read each. Where rows are read in groups there are
+        # no others before them, and they keep their numbers.
+        rows = sorted({row for site in sites for row in plan.rows[site]})
+        self._row = {row: i for i, row in enumerate(rows)}
+        self._readers = [[site for site in plan.readers[row] if site in sites] for row in rows]
         self._buffers: _Buffers | None = None
-        self._grouped = grouped and plan.grows_by_one
-        self._group: tuple[int, Tensor, Tensor] | None = None  # the group read last
+        self._rows: set[int] = set()  # sources that have been added and not yet pulled
+        self._waiting: dict[int, Tensor] = {}  # those that the site which reads them first will take in
+        self._noted: dict[int, tuple[Tensor, Tensor]] = {}  # outputs and their gradients that are still to be taken in
+        self._read_back: set[int] = set()  # sites whose output gradient is there
+        self._site_block: _SiteBlock | None = None  # the block of sites that has read last
+        self._row_blocks: dict[int, _RowBlock] = {}  # blocks of rows of which some have been pulled
 
     def add(self, row: int, source: Tensor, ticket: Tensor) -> Tensor:
-        """Take a source `[..., d]` into ``row``; what is returned is used in place of it from here on."""
-        added: Tensor = _Add.apply(self, row, source, ticket)
+        """Take a source `[..., d]` into ``row``; what is returned is used in place of it from here on.
+
+        Its values are there once a site has read it: whoever looks at them before calls :meth:`settle`. A source that
+        no site of this chain reads is none of its business.
+        """
+        if row not in self._row:
+            return source
+        added: Tensor = _Add.apply(self, self._row[row], source, ticket)
         return added
 
     def read(self, site: int, sources: Sequence[Tensor], ticket: Tensor) -> Tensor:
@@ -69,129 +87,209 @@ class Chain:
         routed: Tensor = _Read.apply(self, site, ticket, *sources)
         return routed
 
+    def settle(self) -> None:
+        """Write the values of all sources that no site has read yet."""
+        for row in list(self._waiting):
+            self._take(row, self._waiting.pop(row))
+
     # What the kernels do, tensors in and out.
 
     def _add(self, row: int, source: Tensor) -> Tensor:
         if self._buffers is None:
-            self._buffers = _Buffers(self.plan, source)
-        b = self._buffers
+            self._buffers = _Buffers(self.plan, len(self._row), list(self._sites), source, keep=self._grouped)
         if row not in self._rows:  # else it is run again in the backward, and there already
             self._rows.add(row)
-            kernels.add[(b.tokens,)](
-                source.contiguous(), b.sources, b.inverse_rms, row, b.tokens, self.plan.eps,
-                D=b.width, DP=triton.next_power_of_2(b.width), num_warps=4,
-            )  # fmt: skip
-        return b.sources[row].view(source.shape)
+            if self._row[self.plan.rows[self._readers[row][0]][-1]] == row:
+                self._waiting[row] = source.contiguous()
+            else:
+                self._take(row, source.contiguous())
+        return self._buffers.sources[row].view(source.shape)
+
+    def _take(self, row: int, source: Tensor) -> None:
+        b = self._ready()
+        kernels.add[(b.tokens,)](
+            source, b.sources, b.inverse_rms, b.tokens, row, self.plan.eps, **b.tile, num_warps=b.num_warps
+        )
 
     def _read(self, site: int, like: Tensor) -> Tensor:
-        b, (query, norm_weight, null), reads = self._ready(), self._sites[site], self.plan.reads[site]
+        b, (query, norm_weight, null) = self._ready(), self._sites[site]
+        (prefix, start, total), last = self.plan.reads[site], self._row[self.plan.rows[site][-1]]
+        start = self._row.get(start, start)
         out = torch.empty_like(like, memory_format=torch.contiguous_format)
-        older = site // GROUP * GROUP if self._grouped else 0  # rows that are there before the site's group
-        mixed, lse = self._older(site // GROUP) if older else (None, None)
+        newest = self._waiting.pop(last, None)
+        older = site // b.span * b.span if self._grouped else 0  # rows that are read together with other sites
+        mixed, lse = self._read_group(site) if older else (None, None)
         kernels.read[(b.tokens,)](
-            b.sources, b.inverse_rms, query, norm_weight, null, b.null_inverse_rms(site, null, self.plan.eps),
-            mixed, lse, out, b.scaled_queries, b.lse, b.tokens, site,
-            0 if older else reads.prefix, older if older else reads.start - reads.prefix, reads.total - older,
-            HAS_NULL=null is not None, HAS_OLDER=older > 0, **b.tile, STAGES=3, num_warps=b.num_warps,
+            b.sources, b.inverse_rms, newest, query, norm_weight, null, mixed, lse, out, b.scaled_queries, b.lse,
+            b.logits, b.tokens, site - b.base, 0 if older else prefix, older if older else start - prefix,
+            total - older - 1, self.plan.eps,
+            HAS_NEWEST=newest is not None, HAS_NULL=null is not None, HAS_OLDER=older > 0, KEEP=b.logits is not None,
+            SPAN=b.span, **b.tile, **b.read_options,
         )  # fmt: skip
         return out
 
-    def _older(self, group: int) -> tuple[Tensor, Tensor]:
-        """What the sites of a group read of the rows before it; made for all of them when the first one asks."""
-        if self._group is None or self._group[0] != group:
-            b = self._ready()
-            self._group = None  # its memory is free for the next
-            first = group * GROUP
-            sites = [site for site in range(first, first + GROUP) if site in self._sites]
-            if not b.queries_scaled:
-                b.scale_queries(self._sites)
-            mixed = torch.empty((GROUP, b.tokens, b.width), dtype=b.sources.dtype, device=b.sources.device)
-            lse = torch.empty((b.tokens, self.plan.num_heads, GROUP), dtype=torch.float32, device=b.sources.device)
-            # A chain of one pipeline stage may begin within a group; the slots of a group's sites are always the same.
-            skipped = sites[0] - first
-            kernels.read_group[(b.tokens * self.plan.num_heads,)](
-                b.sources, b.inverse_rms, b.scaled_queries, mixed[skipped:], lse[..., skipped:], b.tokens, sites[0],
-                len(sites), first, H=b.tile["H"], K=b.tile["K"], K1=max(16, b.tile["K1"]), K2=b.tile["K2"], STAGES=3,
-                num_warps=1 if b.tile["K1"] <= 128 else 4,
-            )  # fmt: skip
-            self._group = group, mixed, lse
-        return self._group[1:]
+    def _read_group(self, site: int) -> tuple[Tensor, Tensor]:
+        """What the sites of a block read of older rows; made for all of them, or half, when the first one asks."""
+        b, number = self._ready(), site // GROUP
+        if self._site_block is None or self._site_block.number != number:
+            self._site_block = None  # its memory is free for the next
+            self._site_block = _SiteBlock(number, b.new_group(), b.new_group_statistic(), halved=False)
+            if number:
+                self._read_rows(self._site_block, 0, 0, number * GROUP)
+        block = self._site_block
+        if b.span == HALF and site % GROUP >= HALF and not block.halved:
+            self._read_rows(block, HALF, number * GROUP, number * GROUP + HALF)
+            block.halved = True
+        return block.mixed, block.lse
 
-    def _couple(self, site: int, out: Tensor, grad_out: Tensor) -> None:
-        b = self._ready()
+    def _read_rows(self, block: _SiteBlock, skipped: int, start: int, stop: int) -> None:
+        """Rows ``start`` to ``stop - 1``, as the sites of a block read them but for the first ``skipped``."""
+        b, base = self._ready(), block.number * GROUP
+        # A chain of one pipeline stage may begin within a block; the slots of a block's sites are always the same.
+        sites = [site for site in range(base + skipped, base + GROUP) if site in self._sites]
+        skipped = sites[0] - base
+        kernels.read_group[(b.tokens * self.plan.num_heads,)](
+            b.sources, b.inverse_rms, *b.split_queries(self._sites), block.mixed[skipped:], block.lse[..., skipped:],
+            b.tokens, sites[0] - b.base, len(sites), start, stop, GO_ON=0 < start, **b.group_tile,
+            **(b.read_half_options if stop - start == HALF else b.read_group_options),
+        )  # fmt: skip
+
+    def _note(self, site: int, out: Tensor, grad_out: Tensor) -> None:
+        self._ready()
+        self._noted[site] = out, grad_out.contiguous()
         self._read_back.add(site)
-        grad_outs = b.grad_outs
+
+    def _couple(self, site: int) -> None:
+        """Take in the output gradient of a site."""
+        b = self._ready()
+        out, grad_out = self._noted.pop(site)
         kernels.couple[(b.tokens,)](
-            out, grad_out.contiguous(), grad_outs, b.coupling, b.tokens, site, **b.tile, num_warps=b.num_warps
+            out, grad_out, b.grad_outs, b.coupling, b.tokens, site - b.base, **b.tile, num_warps=b.num_warps
         )
-        null = self._sites[site].null_source
-        if null is not None:
-            parts = triton.cdiv(b.tokens, _NULL_TOKENS)
-            mixed = torch.empty((parts, b.width), dtype=torch.float32, device=out.device)
-            grad_logit = torch.empty((parts, self.plan.num_heads), dtype=torch.float32, device=out.device)
-            kernels.null[(parts,)](
-                null, b.null_inverse_rms(site, null, self.plan.eps), grad_outs, b.scaled_queries, b.lse, b.coupling,
-                mixed, grad_logit, b.tokens, site, _NULL_TOKENS, **b.tile, num_warps=b.num_warps,
-            )  # fmt: skip
-            b.null_sums[site] = mixed.sum(0), grad_logit.sum(0)
 
     def _pull(self, row: int, grad: Tensor | None) -> Tensor | None:
         """Gradient of a source: ``grad``, which came to it from elsewhere, and that of all reads."""
         b = self._ready()
         self._rows.remove(row)
-        sites = [site for site in self.plan.readers[row] if site in self._read_back]
+        self._waiting.pop(row, None)
+        sites = [site for site in self._readers[row] if site in self._read_back]
         if not sites:
+            self._close_block(row // GROUP)
             return grad
-        assert sites == list(range(sites[0], sites[-1] + 1)), "a read's backward has not run"
+        first, last = sites[0], sites[-1] + 1
+        assert sites == list(range(first, last)), "a read's backward has not run"
+        block = self._row_blocks.get(row // GROUP)
+        if block is None:
+            rows = self._readers[row // GROUP * GROUP : (row // GROUP + 1) * GROUP]
+            block = self._row_blocks[row // GROUP] = _RowBlock(b, rows)
+        stop = min(last, (row // b.span + 1) * b.span) if self._grouped else last
+        own = first < stop and first in self._noted  # most often the first site's gradient has just come
+        for site in sites:
+            if site in self._noted and not (own and site == first):
+                self._couple(site)
+        if stop < last:
+            self._pull_group(block, row, first, last)
+        out, grad_out = self._noted.pop(first) if own else (None, None)
+        later, radial = block.later if stop < last and block.later else (None, None)
         grad_source = torch.empty_like(b.sources[row])
-        heads, count = self.plan.num_heads, len(sites)
-        grad_logit = torch.empty((heads, count, b.tokens), dtype=b.sources.dtype, device=b.sources.device)
+        queries = b.split_queries(self._sites)[0] if self._grouped else b.scaled_queries
         kernels.pull[(triton.cdiv(b.tokens, b.pull_tokens),)](
-            b.sources, None if grad is None else grad.contiguous(), grad_source, b.grad_outs, b.inverse_rms,
-            b.scaled_queries, b.lse, b.coupling, grad_logit, b.tokens, row, sites[0], count,
-            HAS_GRAD=grad is not None, **b.tile, TOKENS=b.pull_tokens, STAGES=3,
-            num_warps=2 if b.pull_tokens > 1 else b.num_warps,
+            b.sources, None if grad is None else grad.contiguous(), grad_source, out, grad_out, b.grad_outs,
+            b.inverse_rms, queries, b.lse, b.coupling, b.logits, later, radial, block.tiles, block.readers,
+            b.tokens, row, first - b.base, stop - b.base, last - b.base, block.first_site_block, block.num_site_blocks,
+            HAS_GRAD=grad is not None, HAS_OUT=own, HAS_LATER=stop < last, KEPT=b.logits is not None, SPAN=b.span,
+            **b.tile, TOKENS=b.pull_tokens, **b.pull_options,
         )  # fmt: skip
-        key = b.width // heads
-        block = max(16, min(64, triton.next_power_of_2(count)))
-        kernels.query[(triton.cdiv(count, block), heads, b.parts)](
-            b.sources, grad_logit, b.partial, b.tokens, row, sites[0], count, len(self.plan.rows), b.tokens_a_part,
-            H=heads, K=key, KP=max(16, triton.next_power_of_2(key)), SITES=block, BLOCK=32, STAGES=2, num_warps=4,
-        )  # fmt: skip
+        self._close_block(row // GROUP)
         return grad_source
+
+    def _pull_group(self, block: _RowBlock, row: int, first: int, last: int) -> None:
+        """What later sites give to the rows of a block, or half; made for all of them when the first one asks."""
+        b, number = self._ready(), row // GROUP
+        middle, end = number * GROUP + HALF, (number + 1) * GROUP
+        if block.later is None:
+            block.later = b.new_group(), b.new_group_statistic()
+            if last > end:
+                self._pull_rows(block, number * GROUP, end, max(first, end), last, go_on=False)
+        if b.span == HALF and row < middle and last > middle and not block.halved:
+            if first < end:
+                self._pull_rows(block, number * GROUP, middle, max(first, middle), min(last, end), go_on=last > end)
+            block.halved = True
+
+    def _pull_rows(self, block: _RowBlock, row: int, stop_row: int, first: int, stop: int, *, go_on: bool) -> None:
+        """What the sites ``first`` to ``stop - 1`` give to the rows from ``row`` on, to ``block.later``."""
+        b = self._ready()
+        assert block.later is not None
+        kernels.pull_group[(b.tokens * self.plan.num_heads,)](
+            b.sources, b.grad_outs, b.inverse_rms, *b.split_queries(self._sites), b.lse, b.coupling, *block.later,
+            block.tiles, b.tokens, row, min(stop_row, len(self._row)) - row, first // GROUP * GROUP - b.base,
+            first - b.base, stop - b.base, block.first_site_block, block.num_site_blocks, GO_ON=go_on, **b.group_tile,
+            **(b.pull_half_options if stop_row - row == HALF else b.pull_group_options),
+        )  # fmt: skip
+
+    def _close_block(self, number: int) -> None:
+        """Once the last row of a block has been pulled: what the block gives to the queries' gradients."""
+        if number not in self._row_blocks or any(row // GROUP == number for row in self._rows):
+            return
+        b, block = self._ready(), self._row_blocks.pop(number)
+        heads, sites = self.plan.num_heads, block.num_site_blocks * GROUP
+        key = b.width // heads
+        columns = b.columns
+        at_once = max(16, min(64, triton.next_power_of_2(sites)))
+        kernels.query[(triton.cdiv(sites, at_once), heads * triton.cdiv(key, columns), b.parts)](
+            b.sources, block.tiles, block.readers, b.partial, b.tokens, number * GROUP, block.first_site_block,
+            block.num_site_blocks, b.num_sites, b.tokens_a_part,
+            H=heads, K=key, KP=columns, SITES=at_once, BLOCK=64, STAGES=3, num_warps=4,
+        )  # fmt: skip
 
     def _parameter_gradients(self) -> list[Tensor | None]:
         """Gradients of all sites' queries, norm weights and null sources, in order."""
-        b = self._buffers
         assert not self._rows, f"sources whose gradients have not been formed: {sorted(self._rows)}"
-        grads: list[Tensor | None] = []
-        u = None if b is None else b.partial.sum(0)
-        for site, (query, norm_weight, null) in self._sites.items():
-            if b is None or u is None or site not in self._read_back:
-                grads += [None] * (2 if null is None else 3)
-                continue
-            own = u[site]
-            if null is not None:
-                grad_null, from_null = self._null_gradient(site)
-                own = own + from_null
-            grads += [(own * norm_weight.float()).to(query.dtype), (own * query.float()).to(norm_weight.dtype)]
-            if null is not None:
-                grads.append(grad_null.to(null.dtype))
-        self._buffers = self._group = None
-        return grads
+        b, grads = self._buffers, {}
+        if b is not None and self._read_back:
+            for site in list(self._noted):
+                self._couple(site)
+            first = b.first_site
+            queries, norm_weights = b.stacked(self._sites)
+            u = b.partial.sum(0)[first - b.base :]
+            like = self._sites[first]
+            grad_nulls: Tensor | None = None
+            if like.null_source is not None:
+                grad_nulls, from_nulls = self._null_gradients(queries * norm_weights)
+                u = u + from_nulls
+            grad_queries, grad_norms = (u * norm_weights).to(like.query.dtype), (u * queries).to(like.norm_weight.dtype)
+            for site in self._read_back:
+                null = None if grad_nulls is None else grad_nulls[site - first]
+                grads[site] = (grad_queries[site - first], grad_norms[site - first], null)
+        self._buffers = self._site_block = None
+        return [
+            gradient
+            for site, parameters in self._sites.items()
+            for gradient, p in zip(grads.get(site, (None, None, None)), parameters, strict=True)
+            if p is not None
+        ]
 
-    def _null_gradient(self, site: int) -> tuple[Tensor, Tensor]:
-        """Gradient of a site's null source, and the null source's part of u, both `[d]` in fp32."""
-        b, (query, norm_weight, null) = self._ready(), self._sites[site]
-        mixed, dl = b.null_sums[site]
-        r = b.null_inverse_rms(site, null, self.plan.eps)
-        assert null is not None and r is not None
-        x, qg = null.float(), query.float() * norm_weight.float()
-        per_head = (self.plan.num_heads, -1)
-        logit = (x * qg).view(per_head).sum(1) * r
-        scaled = (dl * r).repeat_interleave(b.width // self.plan.num_heads)
-        grad = mixed + scaled * qg - x * (r.square() / b.width * (dl * logit).sum())
-        return grad, scaled * x
+    def _null_gradients(self, scaled: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of the null sources `[sites, d]`, and their part of u in fp32.
+
+        Args:
+            scaled: query * norm_weight of the sites, in fp32.
+        """
+        b, heads, sites = self._ready(), self.plan.num_heads, len(self._sites)
+        nulls = torch.stack([p.null_source for p in self._sites.values()])  # type: ignore[misc]
+        parts = triton.cdiv(b.tokens, _NULL_TOKENS)
+        mixed = torch.empty((sites, parts, b.width), dtype=torch.float32, device=nulls.device)
+        grad_logit = torch.empty((sites, parts, heads), dtype=torch.float32, device=nulls.device)
+        kernels.null[(parts, sites)](
+            nulls, b.grad_outs, b.scaled_queries, b.lse, b.coupling, mixed, grad_logit, b.tokens,
+            b.first_site - b.base, _NULL_TOKENS, self.plan.eps, **b.tile, num_warps=b.num_warps,
+        )  # fmt: skip
+        x, dl = nulls.float(), grad_logit.sum(1)
+        r = torch.rsqrt(x.square().mean(1, keepdim=True) + self.plan.eps)
+        logit = (x * scaled).view(sites, heads, -1).sum(2) * r
+        weight = (dl * r).repeat_interleave(b.width // heads, 1)
+        grad = mixed.sum(1) + weight * scaled - x * (r.square() / b.width * (dl * logit).sum(1, keepdim=True))
+        return grad.to(nulls.dtype), weight * x
 
     def _ready(self) -> _Buffers:
         if self._buffers is None:
@@ -199,38 +297,114 @@ class Chain:
         return self._buffers
 
 
+@dataclass
+class _SiteBlock:
+    """What the sites of a block read of older rows, `[GROUP, T, d]` and `[T, H, GROUP]`.
+
+    Attributes:
+        halved: whether the second half of the sites has read the rows of the first half.
+    """
+
+    number: int
+    mixed: Tensor
+    lse: Tensor
+    halved: bool
+
+
+class _RowBlock:
+    """What the gradients of ``GROUP`` rows share, while they are being pulled.
+
+    Attributes:
+        tiles: gradients of their logits, `[H, blocks of sites, T, GROUP rows, GROUP sites]`.
+        readers: sites of which each row has tiles, `[GROUP, 2]`.
+        later: partial gradients from later sites, and their sums of dl logit.
+        halved: whether the first half of the rows has theirs from the second half of the sites.
+    """
+
+    def __init__(self, b: _Buffers, rows: list[list[int]]) -> None:
+        self.first_site_block = (min(readers[0] for readers in rows) - b.base) // GROUP
+        self.num_site_blocks = (max(readers[-1] for readers in rows) - b.base) // GROUP + 1 - self.first_site_block
+        shape = (b.heads, self.num_site_blocks, b.tokens, GROUP, GROUP)
+        self.tiles = torch.empty(shape, dtype=b.sources.dtype, device=b.sources.device)
+        self.readers = torch.zeros((GROUP, 2), dtype=torch.int32, device=b.sources.device)
+        self.later: tuple[Tensor, Tensor] | None = None
+        self.halved = False
+
+
 class _Buffers:
     """What a chain's kernels share, once the shape of a source is known."""
 
-    def __init__(self, plan: ReadPlan, like: Tensor) -> None:
-        device, sites, heads = like.device, len(plan.rows), plan.num_heads
+    def __init__(self, plan: ReadPlan, num_rows: int, sites: list[int], like: Tensor, *, keep: bool) -> None:
+        device, heads = like.device, plan.num_heads
+        # Sites follow each other; kernels number them from the first block on of which there are any.
+        self.first_site, self.base = sites[0], sites[0] // GROUP * GROUP
+        self.num_sites = sites[-1] + 1 - self.base
+        assert sites == list(range(sites[0], sites[-1] + 1)), sites
+        self.heads = heads
         self.width = like.shape[-1]
         self.tokens = like.numel() // self.width
         self.tile = _tile(heads, self.width // heads)
         # Best of what was measured on an H200, at widths of 512 to 4,096. In the backward two tokens share what is
         # loaded of the queries, as long as a program's registers hold both.
-        channels = self.tile["HP"] * self.tile["K1"]
+        channels, key = self.tile["HP"] * self.tile["K1"], self.width // heads
         self.num_warps = max(1, min(4, channels // 512))
+        self.span = HALF if 64 < key <= 256 else GROUP
         self.pull_tokens = 2 if channels <= 1024 else 1
+        self.read_options: dict[str, Any] = {"STAGES": 3, "num_warps": self.num_warps}
+        self.pull_options: dict[str, Any] = {"STAGES": 3, "num_warps": 2 if self.pull_tokens > 1 else self.num_warps}
+        self.group_tile = {k: max(16, v) if k == "K1" else v for k, v in self.tile.items() if k != "HP"}
+        group_warps = 1 if self.tile["K1"] <= 128 else 8
+        self.read_group_options: dict[str, Any] = {"STAGES": 3, "num_warps": group_warps}
+        self.pull_group_options: dict[str, Any] = {"STAGES": 2, "num_warps": group_warps}
+        self.read_half_options, self.pull_half_options = self.read_group_options, self.pull_group_options
+        self.columns = min(256, max(16, triton.next_power_of_2(self.width // heads)))
         self.tokens_a_part = max(64, triton.cdiv(self.tokens, _PARTS))
         self.parts = triton.cdiv(self.tokens, self.tokens_a_part)
         self._empty = partial(torch.empty, device=device)
-        self._num_sites = sites
-        self.sources = self._empty(plan.num_rows, self.tokens, self.width, dtype=like.dtype)
+        self.sources = self._empty(num_rows, self.tokens, self.width, dtype=like.dtype)
         fp32 = partial(self._empty, dtype=torch.float32)
-        self.inverse_rms = fp32(plan.num_rows, self.tokens)
-        self.scaled_queries = fp32(sites, self.width)  # query * norm_weight * log2(e)
-        self.lse = fp32(sites, self.tokens, heads)
-        self.queries_scaled = False
-        self.null_sums: dict[int, tuple[Tensor, Tensor]] = {}
-        self._null_inverse_rms: dict[int, Tensor] = {}
+        self.inverse_rms = fp32(num_rows, self.tokens)
+        self.scaled_queries = fp32(self.num_sites, self.width)  # query * norm_weight * log2(e)
+        self.lse = fp32(self.num_sites, self.tokens, heads)
+        # Of the pairs within spans: few enough to be kept.
+        pairs = triton.cdiv(self.num_sites, self.span) * (self.span * (self.span + 1) // 2)
+        self.logits = fp32(pairs, self.tokens, heads) if keep else None
+        self._stacked: tuple[Tensor, Tensor] | None = None
+        self._split: tuple[Tensor, Tensor] | None = None
+
+    def new_group(self) -> Tensor:
+        """Something of the shape of a source for each member of a group, `[GROUP, T, d]`."""
+        return self._empty(GROUP, self.tokens, self.width, dtype=self.sources.dtype)
+
+    def new_group_statistic(self) -> Tensor:
+        """A number for each member of a group, `[T, H, GROUP]`."""
+        return self._empty(self.tokens, self.heads, GROUP, dtype=torch.float32)
+
+    def stacked(self, sites: dict[int, SiteParameters]) -> tuple[Tensor, Tensor]:
+        """Queries and norm weights `[sites of this chain, d]` in fp32."""
+        if self._stacked is None:
+            queries = torch.stack([p.query for p in sites.values()]).float()
+            self._stacked = queries, torch.stack([p.norm_weight for p in sites.values()]).float()
+        return self._stacked
+
+    def split_queries(self, sites: dict[int, SiteParameters]) -> tuple[Tensor, Tensor]:
+        """Scaled queries `[sites, d]` in two parts of the sources' type, whose sum has more digits than it."""
+        if self._split is None:
+            queries, norm_weights = self.stacked(sites)
+            scaled = queries * (norm_weights * LOG2_E)
+            high, low = (torch.empty_like(self.scaled_queries, dtype=self.sources.dtype) for _ in range(2))
+            own = slice(self.first_site - self.base, None)
+            high[own] = scaled
+            low[own] = scaled - high[own].float()
+            self._split = high, low
+        return self._split
 
     # What the backward alone needs is made when it begins.
 
     @cached_property
     def grad_outs(self) -> Tensor:
         """Output gradients of the sites, `[sites, T, d]`."""
-        return self._empty(self._num_sites, self.tokens, self.width, dtype=self.sources.dtype)
+        return self._empty(self.num_sites, self.tokens, self.width, dtype=self.sources.dtype)
 
     @cached_property
     def coupling(self) -> Tensor:
@@ -240,20 +414,7 @@ class _Buffers:
     @cached_property
     def partial(self) -> Tensor:
         """u of every site over each part of the tokens, `[parts, sites, d]`."""
-        return torch.zeros((self.parts, self._num_sites, self.width), dtype=torch.float32, device=self.sources.device)
-
-    def scale_queries(self, sites: dict[int, SiteParameters]) -> None:
-        """Queries of all sites, which follow each other, as kernels want them."""
-        numbers = list(sites)
-        queries, norm_weights = (torch.stack([p[i] for p in sites.values()]).float() for i in (0, 1))  # type: ignore[misc]
-        torch.mul(queries, norm_weights * LOG2_E, out=self.scaled_queries[numbers[0] : numbers[-1] + 1])
-        self.queries_scaled = True
-
-    def null_inverse_rms(self, site: int, null: Tensor | None, eps: float) -> Tensor | None:
-        """1/rms of a site's null source, `[1]`."""
-        if null is not None and site not in self._null_inverse_rms:
-            self._null_inverse_rms[site] = torch.rsqrt(null.float().square().mean(0, keepdim=True) + eps)
-        return self._null_inverse_rms.get(site)
+        return torch.zeros((self.parts, self.num_sites, self.width), dtype=torch.float32, device=self.sources.device)
 
 
 def _tile(heads: int, key: int) -> dict[str, int]:
@@ -324,7 +485,7 @@ class _Read(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[None, ...]:
         (out,) = ctx.saved_tensors
-        ctx.chain._couple(ctx.site, out, grad_out)
+        ctx.chain._note(ctx.site, out, grad_out)
         return (None,) * (3 + ctx.count)
 
 
