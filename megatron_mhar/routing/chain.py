@@ -350,14 +350,22 @@ class _Buffers:
         self.num_warps = max(1, min(4, channels // 512))
         self.span = HALF if 64 < key <= 256 else GROUP
         self.pull_tokens = 2 if channels <= 1024 else 1
-        self.read_options: dict[str, Any] = {"STAGES": 3, "num_warps": self.num_warps}
-        self.pull_options: dict[str, Any] = {"STAGES": 3, "num_warps": 2 if self.pull_tokens > 1 else self.num_warps}
+        self.read_options: dict[str, Any] = {"STAGES": 3, "num_warps": 4 if channels > 1024 else 1}
+        pull_warps = self.num_warps if self.pull_tokens == 1 else 1 if key == 128 else 2
+        self.pull_options: dict[str, Any] = {"STAGES": 3, "num_warps": pull_warps}
         self.group_tile = {k: max(16, v) if k == "K1" else v for k, v in self.tile.items() if k != "HP"}
-        group_warps = 1 if self.tile["K1"] <= 128 else 8
-        self.read_group_options: dict[str, Any] = {"STAGES": 3, "num_warps": group_warps}
-        self.pull_group_options: dict[str, Any] = {"STAGES": 2, "num_warps": group_warps}
-        self.read_half_options, self.pull_half_options = self.read_group_options, self.pull_group_options
-        self.columns = min(256, max(16, triton.next_power_of_2(self.width // heads)))
+        # Few registers for many programs at a time, which is what hides memory's latency; but no spills.
+        one_warp = self.tile["K1"] <= 128
+        self.read_group_options: dict[str, Any] = {"STAGES": 3, "num_warps": 1 if one_warp else 8}
+        self.pull_group_options: dict[str, Any] = {"STAGES": 2, "num_warps": 1 if one_warp else 8}
+        self.read_half_options, self.pull_half_options = dict(self.read_group_options), dict(self.pull_group_options)
+        if one_warp:
+            self.read_group_options["maxnreg"] = 128 if key <= 128 else 168
+            self.pull_group_options["maxnreg"] = 128 if key <= 64 else 168
+            self.read_half_options |= {"STAGES": 1, "maxnreg": 168}
+        self.columns = min(
+            128 if self.width // heads > 160 else 256, max(16, triton.next_power_of_2(self.width // heads))
+        )
         self.tokens_a_part = max(64, triton.cdiv(self.tokens, _PARTS))
         self.parts = triton.cdiv(self.tokens, self.tokens_a_part)
         self._empty = partial(torch.empty, device=device)

@@ -33,6 +33,11 @@ import triton.language as tl
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+# Numbers that differ from launch to launch: a kernel has no forms of its own for 1, or for multiples of 16.
+NUMBERS = (
+    "tokens", "row", "site", "prefix", "skip", "count", "first", "last", "start", "stop", "num_sites", "num_rows",
+    "first_row", "first_site", "first_block", "num_blocks", "tokens_a_part",
+)  # fmt: skip
 GROUP: tl.constexpr = tl.constexpr(16)  # sites or rows in a block: rows of a tensor core's tile
 
 
@@ -72,7 +77,7 @@ def _inverse_rms(x1, x2, eps, D: tl.constexpr):
     return tl.rsqrt(tl.sum(_dot(x1, x2, x1, x2), 0) / D + eps)
 
 
-@triton.jit(do_not_specialize=["row"])
+@triton.jit(do_not_specialize=NUMBERS)
 def add(
     source, sources, inverse_rms, tokens, row, eps,
     H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
@@ -116,7 +121,7 @@ def _program(turn):
     return tl.where(turn % 2 == 0, number, tl.num_programs(0) - 1 - number)
 
 
-@triton.jit(do_not_specialize=["site", "prefix", "skip", "count"])
+@triton.jit(do_not_specialize=NUMBERS)
 def read(
     sources, inverse_rms, newest, query, norm_weight, null, older, older_lse, out, scaled_query, lse, logits,
     tokens, site, prefix, skip, count, eps,
@@ -189,7 +194,7 @@ def _add_product(total, x, y):
     return tl.dot(x, tl.trans(y), total, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["first", "num_sites", "start", "stop"])
+@triton.jit(do_not_specialize=NUMBERS)
 def read_group(
     sources, inverse_rms, high, low, older, older_lse, tokens, first, num_sites, start, stop,
     GO_ON: tl.constexpr, H: tl.constexpr, K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, STAGES: tl.constexpr,
@@ -260,7 +265,7 @@ def read_group(
     tl.store(there_lse, top + tl.log2(total), mask=i < num_sites)
 
 
-@triton.jit(do_not_specialize=["site"])
+@triton.jit(do_not_specialize=NUMBERS)
 def couple(
     out, grad_out, grad_outs, coupling, tokens, site,
     H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
@@ -307,7 +312,7 @@ def _pull(
     return total1, total2, radial
 
 
-@triton.jit(do_not_specialize=["row", "first", "stop", "last", "first_block", "num_blocks"])
+@triton.jit(do_not_specialize=NUMBERS)
 def pull(
     sources, grad, grad_source, out, grad_out, grad_outs, inverse_rms, scaled_query, lse, coupling, logits, later,
     later_radial, tiles, readers, tokens, row, first, stop, last, first_block, num_blocks,
@@ -381,7 +386,7 @@ def pull(
     tl.store(grad_source + base2, (total2 - radius * x2).to(grad_source.dtype.element_ty), mask=in2)
 
 
-@triton.jit(do_not_specialize=["first_row", "num_rows", "start", "first", "stop", "first_block", "num_blocks"])
+@triton.jit(do_not_specialize=NUMBERS)
 def pull_group(
     sources, grad_outs, inverse_rms, high, low, lse, coupling, later, later_radial, tiles,
     tokens, first_row, num_rows, start, first, stop, first_block, num_blocks,
@@ -465,7 +470,7 @@ def pull_group(
     tl.store(later_radial + statistic * GROUP + i, radial, mask=i < num_rows)
 
 
-@triton.jit(do_not_specialize=["first_row", "first_block", "num_blocks", "num_sites"])
+@triton.jit(do_not_specialize=NUMBERS)
 def query(
     sources, tiles, readers, partial, tokens, first_row, first_block, num_blocks, num_sites, tokens_a_part,
     H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, SITES: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
@@ -508,7 +513,7 @@ def query(
     tl.store(place, u, mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def null(
     nulls, grad_outs, scaled_query, lse, coupling, mixed, grad_logit, tokens, first_site, tokens_a_part, eps,
     H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,

@@ -135,7 +135,8 @@ def test_large_and_zero_queries():
         one, other = (gradients(full(4), sites, embedding, 4, fused, made=chained(4)) for fused in (False, True))
         for found, expected in zip([*other[:2], *other[2]], [*one[:2], *one[2]], strict=True):
             assert torch.isfinite(found).all()
-            assert_close(found, expected, 1e-4)
+            # Logits of a few hundred are known to 3e-5 in fp32, and so many times that are weights and their gradients.
+            assert_close(found, expected, 5e-4)
 
 
 @pytest.mark.parametrize("sources", [1, 3, 9])
