@@ -64,25 +64,31 @@ def tiny_run(corpus: Path | str, output_dir: Path, **sections):
     return RunConfig.model_validate(values)
 
 
-@pytest.fixture(scope="session")
-def corpus(tmp_path_factory) -> Path:
-    """Folder with train and valid token files: documents of a learnable random walk over 127 ids, joined by id 0."""
+def write_corpus(folder: Path, *, vocab_size: int = 128, documents: tuple[tuple[str, int], ...]) -> None:
+    """Token files of so many documents each: a learnable random walk over the vocabulary but id 0, which joins them."""
     import numpy as np
     import torch
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+        from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-    folder = tmp_path_factory.mktemp("corpus")
     random = np.random.default_rng(0)
-    for split, documents in (("train", 120), ("valid", 40)):
-        builder = IndexedDatasetBuilder(str(folder / f"{split}.bin"), dtype=np.uint16)
-        for _ in range(documents):
-            walk = np.cumsum(random.integers(0, 3, int(random.integers(40, 200)))) % 127 + 1
+    stride = vocab_size // 128  # a short walk comes to all parts of a large vocabulary
+    for name, count in documents:
+        builder = IndexedDatasetBuilder(str(folder / f"{name}.bin"), dtype=DType.optimal_dtype(vocab_size))
+        for _ in range(count):
+            walk = np.cumsum(random.integers(0, 3, int(random.integers(40, 200)))) * stride % (vocab_size - 1) + 1
             builder.add_item(torch.tensor([*walk, 0]))
             builder.end_document()
-        builder.finalize(str(folder / f"{split}.idx"))
+        builder.finalize(str(folder / f"{name}.idx"))
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> Path:
+    """Folder with train and valid token files, see :func:`write_corpus`."""
+    folder = tmp_path_factory.mktemp("corpus")
+    write_corpus(folder, documents=(("train", 120), ("valid", 40)))
     return folder
 
 

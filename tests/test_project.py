@@ -246,7 +246,8 @@ def test_make_alone_says_what_there_is() -> None:
     assert result.returncode == 0
     goals = [line.split()[1] for line in result.stdout.splitlines()]
     assert goals == [
-        "help", "venv", "demo", "test", "test-all", "test-slurm", "test-image", "lint", "types", "format", "clean"
+        "help", "venv", "demo", "test", "test-all", "test-slurm", "soak-slurm", "test-image", "test-gpu", "test-2gpu",
+        "lint", "types", "format", "clean",
     ]  # fmt: skip
 
 

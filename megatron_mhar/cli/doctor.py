@@ -65,7 +65,7 @@ LIBRARIES = (
     Library(
         "optional",
         "apex",
-        ("apex.optimizers", "amp_C", "fused_weight_gradient_mlp_cuda"),
+        ("apex.optimizers", "amp_C", "fused_layer_norm_cuda", "fused_weight_gradient_mlp_cuda"),
         None,
         _INSTALL_APEX,
     ),
@@ -260,14 +260,35 @@ def _run_here() -> Iterator[Check]:
     try:
         from megatron_mhar import platform
         from megatron_mhar.model.build import resolve_layers
+        from megatron_mhar.model.fusions import served_by
         from megatron_mhar.routing import resolve_backend
 
         yield Check(group, "device", "ok", platform.device_name())
         yield Check(group, "collectives", "ok", platform.BACKEND)
-        yield Check(group, "layers", "ok", resolve_layers("auto"))
+        layers = resolve_layers("auto")
+        yield Check(group, "layers", "ok", layers)
         yield Check(group, "routing backend", "ok", resolve_backend("auto", "cuda" if platform.HAS_GPU else "cpu"))
+        for operation, library in served_by(layers).items():
+            yield Check(group, operation, "ok", library)
+        yield _fp8(group, layers)
+        if platform.HAS_GPU:
+            yield Check(group, "CUDA graphs", "ok", "training.cuda_graph: full_iteration")
+        else:
+            yield Check(group, "CUDA graphs", "missing", "no GPU")
     except Exception as error:  # an optional library that a run imports too may raise anything
         yield Check(group, "a run", "broken", f"{type(error).__name__}: {error}".splitlines()[0], _INSTALL, core=True)
+
+
+def _fp8(group: str, layers: str) -> Check:
+    """Which FP8 recipes run here."""
+    if layers == "local":
+        return Check(group, "FP8", "missing", "it needs Transformer Engine's layers, and those here are local")
+    from megatron_mhar.model.fp8 import recipes_here
+
+    reasons = recipes_here()
+    able = [recipe for recipe, reason in reasons.items() if not reason]
+    unable = "; ".join(f"not {recipe}: {reason}" for recipe, reason in reasons.items() if reason)
+    return Check(group, "FP8", "ok" if able else "missing", ", ".join(able) or "no recipe runs on this GPU", unable)
 
 
 def _print(checks: list[Check], healthy: bool) -> None:

@@ -16,12 +16,14 @@ from megatron_mhar.errors import UserError
 # name: (module:attribute, line in mhar --help). Importing them all would take seconds: some need torch.
 COMMANDS = {
     "train": ("megatron_mhar.cli.train:train", "Train a model from a config file; continue where the run stopped."),
+    "evaluate": ("megatron_mhar.cli.evaluate:evaluate", "Compute the validation loss of a checkpoint of a run."),
     "plan": ("megatron_mhar.cli.plan:plan", "Foretell a layout's messages, memory and step time on any cluster."),
     "submit": ("megatron_mhar.cli.submit:submit", "Check a Slurm job file before it waits in a queue; submit it."),
     "status": ("megatron_mhar.cli.status:status", "Show where a run is, what happened to it and when it will end."),
     "data": ("megatron_mhar.cli.data:data", "Build training data."),
     "compare": ("megatron_mhar.cli.compare:compare", "Compare finished runs: table, loss curves, learned routing."),
     "sync": ("megatron_mhar.cli.sync:sync", "Send metrics that wait in a run's journal to the MLflow server."),
+    "bench": ("megatron_mhar.cli.bench:bench", "Measure the speed of routing and of training steps."),
     "doctor": ("megatron_mhar.cli.doctor:doctor", "Show what this machine has and what a run here will use."),
 }
 

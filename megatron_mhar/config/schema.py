@@ -271,6 +271,50 @@ class ParallelConfig(Section):
         return self
 
 
+class SkipConfig(Section):
+    """Steps that leave the weights as they are; one whose loss or gradient norm is not finite always does."""
+
+    spike_factor: float | None = Field(
+        None, gt=1, description="skip steps whose gradient norm is over so many times its running median"
+    )
+    spike_window: PositiveInt = Field(
+        128, description="steps that the median is taken over; until so many are made, none is a spike"
+    )
+    max_in_row: PositiveInt = Field(10, description="so many skipped steps in a row stop the run; 1: the first does")
+
+
+class Fp8Config(Section):
+    """How FP8 sees tensors. Weights, their gradients, depth parameters and the history stay bf16 or fp32."""
+
+    recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise"] = Field(
+        "tensorwise",
+        description="where scales come from: the tensor at hand, the largest values before, or blocks of it (mxfp8 "
+        "from Blackwell on, blockwise from Hopper on)",
+    )
+    format: Literal["hybrid", "e4m3"] = Field(
+        "hybrid", description="e4m3 throughout, or e5m2 (hybrid) for gradients of activations"
+    )
+    amax_history: PositiveInt = Field(1024, description="delayed only: forwards whose largest value makes the scale")
+    bf16_sublayers: NonNegativeInt = Field(
+        0, description="sublayers at each end of the model whose products stay bf16; not with delayed"
+    )
+
+    @model_validator(mode="after")
+    def _recipe_fits(self) -> Fp8Config:
+        if self.recipe == "delayed" and self.bf16_sublayers:
+            raise problem(
+                "bf16_sublayers", f"{self.bf16_sublayers} given, but recipe delayed scales all sublayers together"
+            )
+        if self.recipe != "delayed" and self.amax_history != type(self).model_fields["amax_history"].default:
+            raise problem("amax_history", f"{self.amax_history} given, but it exists for recipe: delayed")
+        return self
+
+    @property
+    def multiple(self) -> int:
+        """What both sides of every matrix must be a multiple of."""
+        return 32 if self.recipe == "mxfp8" else 16
+
+
 class TrainingConfig(Section):
     """Length, batch and precision of a run."""
 
@@ -279,7 +323,16 @@ class TrainingConfig(Section):
     global_batch_size: PositiveInt = Field(description="sequences a step over all ranks")
     micro_batch_size: PositiveInt = Field(description="sequences a forward on one rank")
     sequence_length: PositiveInt
-    precision: Literal["bf16", "fp32"] = "bf16"
+    precision: Literal["bf16", "fp32", "fp8"] = Field(
+        "bf16", description="fp8 is bf16 but for the products of Transformer Engine's layers in training"
+    )
+    fp8: Fp8Config = Fp8Config()
+    cuda_graph: Literal["none", "full_iteration"] = Field(
+        "none",
+        description="full_iteration: forward and backward of all micro-batches of a step as one CUDA graph, captured "
+        "after three steps. Small micro-batches are then not bound by launches. With fused attention sequences must be "
+        "multiples of 128",
+    )
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="recomputed in the backward: core attention (selective), sublayers and their sites (full)"
     )
@@ -290,6 +343,10 @@ class TrainingConfig(Section):
     seed: int = Field(42, ge=0)
     log_interval: PositiveInt = Field(10, description="steps between log lines")
     deterministic: bool = Field(False, description="bit-identical repeats on a GPU, at some speed")
+    skip: SkipConfig = SkipConfig()
+    peak_tflops: float | None = Field(
+        None, gt=0, description="dense TFLOP/s of a GPU, which MFU is a share of; by the device's name if not given"
+    )
 
     @model_validator(mode="after")
     def _recompute_fits(self) -> TrainingConfig:
@@ -297,6 +354,17 @@ class TrainingConfig(Section):
             if self.recompute != "full" and getattr(self, key) != type(self).model_fields[key].default:
                 raise problem(key, f"{getattr(self, key)} given, but it exists for recompute: full")
         return self
+
+    @model_validator(mode="after")
+    def _fp8_fits(self) -> TrainingConfig:
+        if self.precision != "fp8" and self.fp8 != Fp8Config():
+            raise problem("fp8", f"given, but it exists for precision: fp8, and precision is {self.precision}")
+        return self
+
+    @property
+    def bf16(self) -> bool:
+        """Whether weights and activations are bf16, else fp32."""
+        return self.precision != "fp32"
 
 
 class EvaluationConfig(Section):
@@ -330,6 +398,22 @@ class TrackingConfig(Section):
     drain_timeout_s: float = Field(30, ge=0, description="longest wait for the server once training has ended")
 
 
+class ProfileConfig(Section):
+    """Ranges by site and sublayer, and a trace of some steps in the run folder's profile/. Off without start_step.
+
+    Steps that replay a CUDA graph (training.cuda_graph) show kernels alone.
+    """
+
+    start_step: PositiveInt | None = Field(None, description="first step that is profiled; off by default")
+    steps: PositiveInt = Field(3, description="how many are")
+    ranks: tuple[NonNegativeInt, ...] = Field((0,), min_length=1, description="ranks that profile")
+    tool: Literal["torch", "nsys"] = Field(
+        "torch",
+        description="torch's profiler writes a trace; nsys: NVTX ranges alone, for nsys profile "
+        "--capture-range=cudaProfilerApi around mhar train",
+    )
+
+
 class RunConfig(Section):
     """A whole run."""
 
@@ -344,6 +428,7 @@ class RunConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     tracking: TrackingConfig = TrackingConfig()
+    profile: ProfileConfig = ProfileConfig()
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -380,6 +465,8 @@ class RunConfig(Section):
                     "parallel.tensor", f"{parallel.tensor} given, but it must divide model.{key} {getattr(model, key)}"
                 )
         self._experts_and_recurrences_fit()
+        self._fp8_fits()
+        self._cuda_graph_fits()
         sublayers = len(model.layer_pattern)
         if sum(self.stages) != sublayers:
             raise problem(
@@ -455,4 +542,53 @@ class RunConfig(Section):
                     f"parallel.{key}",
                     f"{getattr(parallel, key)} given, but {SUBLAYERS[recurrent[0]]} sublayers are not cut over ranks: "
                     "needed is 1",
+                )
+
+    def _fp8_fits(self) -> None:
+        model, training, parallel, fp8 = self.model, self.training, self.parallel, self.training.fp8
+        if training.precision != "fp8":
+            return
+        recurrent = sorted(set(model.layer_pattern) & RECURRENT)
+        if recurrent:
+            raise problem("training.precision", f"fp8 given, but {SUBLAYERS[recurrent[0]]} sublayers have none")
+        if fp8.bf16_sublayers > (held := len(model.layer_pattern) // parallel.pipeline):
+            raise problem(
+                "training.fp8.bf16_sublayers",
+                f"{fp8.bf16_sublayers} given, but it must not exceed the {held} sublayers of a pipeline rank",
+            )
+        query = model.num_attention_heads * model.kv_channels // parallel.tensor
+        tokens = training.micro_batch_size * training.sequence_length // parallel.context
+        sizes = {
+            "model.hidden_size": model.hidden_size,
+            "the width of a rank's query heads": query,
+            "the width of a rank's query, key and value heads": query
+            + 2 * model.num_query_groups * model.kv_channels // parallel.tensor,
+            "model.ffn_hidden_size / parallel.tensor": model.ffn_hidden_size // parallel.tensor,
+            "model.moe_ffn_hidden_size / parallel.tensor": model.expert_width // parallel.tensor,
+            "the number of a rank's tokens in a micro-batch": tokens // (parallel.tensor if parallel.sequence else 1),
+        }
+        for what, size in sizes.items():
+            if size % fp8.multiple:
+                raise problem(
+                    "training.precision",
+                    f"fp8 given, but {what} is {size}; recipe {fp8.recipe} needs multiples of {fp8.multiple}",
+                )
+
+    def _cuda_graph_fits(self) -> None:
+        if self.training.cuda_graph == "none":
+            return
+        reasons = {
+            "parallel.pipeline": (self.parallel.pipeline > 1, "messages between stages are not captured"),
+            "parallel.overlap_grad_reduce": (self.parallel.overlap_grad_reduce, "overlapped messages are not captured"),
+            "model.num_experts": (
+                self.model.num_experts is not None,
+                "the host reads how many tokens go to each expert, which a graph cannot wait for",
+            ),
+        }
+        for key, (given, reason) in reasons.items():
+            if given:
+                section, name = key.split(".")
+                value = str(getattr(getattr(self, section), name)).lower()
+                raise problem(
+                    "training.cuda_graph", f"{self.training.cuda_graph} given with {key} {value}, but {reason}"
                 )

@@ -13,7 +13,7 @@ import shutil
 import signal
 import struct
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,8 +106,11 @@ def _digest(index: Path, data: Path) -> str:
     return digest.hexdigest()
 
 
-def check_data(config: RunConfig) -> dict[str, str]:
+def check_data(config: RunConfig, *, train: bool = True) -> dict[str, str]:
     """Check every data file of a run before anything is built, and the manifest of a corpus that has one.
+
+    Args:
+        train: those of training too.
 
     Returns:
         Digest of each file's contents by its name in the config.
@@ -115,16 +118,15 @@ def check_data(config: RunConfig) -> dict[str, str]:
     Raises:
         UserError: see :func:`check_token_file`; also a vocabulary or end of document that is not the corpus's.
     """
-    files = dict.fromkeys((*config.data.train, *config.data.valid))
+    files = dict.fromkeys((*(config.data.train if train else ()), *config.data.valid))
     digests = {p: check_token_file(p, sequence_length=config.training.sequence_length).digest for p in files}
-    for manifest in _manifests(config).values():
+    for manifest in _manifests(files):
         manifest.check(vocab_size=config.model.vocab_size, end_of_document=config.data.end_of_document)
     return digests
 
 
-def _manifests(config: RunConfig) -> dict[str, CorpusManifest]:
-    prefixes = (*config.data.train, *config.data.valid)
-    return {p: load_manifest(Path(p).parent) for p in prefixes if (Path(p).parent / MANIFEST).is_file()}
+def _manifests(prefixes: Iterable[str]) -> list[CorpusManifest]:
+    return [load_manifest(Path(p).parent) for p in prefixes if (Path(p).parent / MANIFEST).is_file()]
 
 
 @dataclass(frozen=True)
@@ -145,24 +147,25 @@ class _PackedTokens:
 
 
 def build_datasets(
-    config: RunConfig, cache: Path, digests: Mapping[str, str] | None = None
-) -> tuple[Dataset, Dataset | None]:
-    """Training and validation samples (None without validation files).
+    config: RunConfig, cache: Path, digests: Mapping[str, str] | None = None, *, train: bool = True
+) -> tuple[Dataset | None, Dataset | None]:
+    """Training samples (None if not asked for) and validation samples (None without validation files).
 
     Args:
         cache: folder for the shuffled sample indices, the same for all ranks.
         digests: of each file, as :func:`check_data` gives them.
+        train: whether there will be training.
 
     Raises:
         UserError: the sample indices cannot be written, or read.
     """
     training, data = config.training, config.data
-    train = (list(data.train), None if data.train_weights is None else list(data.train_weights))
+    weights = None if data.train_weights is None else list(data.train_weights)
     valid = (list(data.valid), None) if data.valid else None
     settings = GPTDatasetConfig(
         random_seed=training.seed,
         sequence_length=training.sequence_length,
-        blend_per_split=[train, valid, None],
+        blend_per_split=[(list(data.train), weights) if train else None, valid, None],
         path_to_cache=str(cache),
         tokenizer=_PackedTokens(data.end_of_document, config.model.vocab_size, " ".join((digests or {}).values())),
         reset_position_ids=False,
@@ -171,7 +174,7 @@ def build_datasets(
         create_attention_mask=False,  # causal, and the attention layers know it
     )
     sizes = (
-        training.steps * training.global_batch_size,
+        training.steps * training.global_batch_size if train else 0,
         config.evaluation.batches * training.global_batch_size if valid else 0,
         0,
     )

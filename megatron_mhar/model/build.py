@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,6 +16,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron_mhar import platform
 from megatron_mhar.config.schema import RECURRENT, SUBLAYERS, ModelConfig, ParallelConfig, RunConfig
 from megatron_mhar.errors import UserError
+from megatron_mhar.model.fp8 import check_recipe, fp8_settings
+from megatron_mhar.model.fusions import APEX_ACCUMULATES
 from megatron_mhar.model.initialize import initialize_weights
 from megatron_mhar.model.specs import Layers, routed_stack_spec
 from megatron_mhar.routing import resolve_backend
@@ -39,8 +40,9 @@ def check_layers(config: RunConfig) -> Layers:
     """Layer family of a run that has what the run's model and layout need.
 
     Raises:
-        UserError: see :func:`resolve_layers`; also where context parallelism or recurrent sublayers lack Transformer
-            Engine's layers, a recurrent sublayer the library that computes it, or a routing backend its device.
+        UserError: see :func:`resolve_layers`; also where context parallelism, recurrent sublayers or FP8 lack
+            Transformer Engine's layers, a recurrent sublayer the library that computes it, a routing backend or CUDA
+            graphs their device, or an FP8 recipe a GPU that runs it.
     """
     try:
         resolve_backend(config.residual.backend, "cuda" if platform.HAS_GPU else "cpu")
@@ -48,7 +50,12 @@ def check_layers(config: RunConfig) -> Layers:
         raise UserError(f"residual.backend: {error}") from None
     layers, context = resolve_layers(config.model.layers), config.parallel.context
     recurrent = sorted(set(config.model.layer_pattern) & RECURRENT)
+    if config.training.cuda_graph != "none" and not platform.HAS_GPU:
+        raise UserError(
+            f"training.cuda_graph: {config.training.cuda_graph} given, but this machine has no GPU; allowed here: none"
+        )
     given = [f"parallel.context: {context} given"] * (context > 1)
+    given += ["training.precision: fp8 given"] * (config.training.precision == "fp8")
     given += [f"model.pattern: {symbol} ({SUBLAYERS[symbol]}) given" for symbol in recurrent]
     if given and layers == "local":
         raise UserError(
@@ -66,7 +73,28 @@ def check_layers(config: RunConfig) -> Layers:
             raise UserError(
                 f"model.pattern: {symbol} ({SUBLAYERS[symbol]}) given, but it needs {library}: pip install it"
             )
+    if config.training.precision == "fp8":
+        check_recipe(config.training.fp8)
+    _check_capture(config, layers)
     return layers
+
+
+def _check_capture(config: RunConfig, layers: Layers) -> None:
+    """Refuse sequences whose attention cannot be captured.
+
+    The backward of cuDNN's fused attention (has_workaround_padding_mask in cudnn-frontend) copies their lengths from
+    host memory that is gone when a graph is replayed: the gradients would be garbage.
+    """
+    training, context = config.training, config.parallel.context
+    # A context-parallel rank attends over an early and a late piece of each sequence.
+    piece = training.sequence_length // (2 * context if context > 1 else 1)
+    if training.cuda_graph != "none" and layers == "transformer_engine" and training.bf16 and piece % 128:
+        pieces = f" in {2 * context} pieces (parallel.context {context})" if context > 1 else ""
+        raise UserError(
+            f"training.sequence_length: {training.sequence_length}{pieces} given with training.cuda_graph "
+            f"{training.cuda_graph}, but the backward of fused attention can be captured for multiples of 128 alone; "
+            "model.layers: local has no such limit"
+        )
 
 
 def _experts(model: ModelConfig, parallel: ParallelConfig, layers: Layers) -> dict[str, Any]:
@@ -92,8 +120,7 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
     """Megatron-core's config of a run. ``num_layers`` counts sublayers, as HybridModel does."""
     model, training, parallel = config.model, config.training, config.parallel
     layers = resolve_layers(model.layers)
-    bf16 = training.precision == "bf16"
-    dtype = torch.bfloat16 if bf16 else torch.float32
+    dtype = torch.bfloat16 if training.bf16 else torch.float32
 
     return TransformerConfig(
         num_layers=len(model.layer_pattern),
@@ -112,7 +139,7 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         attention_dropout=0.0,
         is_hybrid_model=True,
         perform_initialization=False,  # see model.initialize; output projections are not scaled down by depth
-        bf16=bf16,
+        bf16=training.bf16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         tensor_model_parallel_size=parallel.tensor,
@@ -130,13 +157,15 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         recompute_method=training.recompute_method if training.recompute == "full" else None,
         recompute_num_layers=training.recompute_sublayers if training.recompute == "full" else None,
         deterministic_mode=training.deterministic and platform.HAS_GPU,
+        cuda_graph_impl=training.cuda_graph,
         # Fusions are for where their kernels are: apex's or Transformer Engine's, and torch's compiler on a GPU.
-        gradient_accumulation_fusion=platform.HAS_GPU and find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        gradient_accumulation_fusion=APEX_ACCUMULATES,
         bias_activation_fusion=platform.HAS_GPU,
         bias_dropout_fusion=False,
         apply_rope_fusion=layers == "transformer_engine",
         persist_layer_norm=False,
         masked_softmax_fusion=False,
+        **fp8_settings(training),
         **_experts(model, parallel, layers),
     )
 

@@ -6,16 +6,19 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
+from megatron_mhar.model.fusions import apex_rms_norm
+
 
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last axis, statistics in fp32, weight of ones in ``config.params_dtype``.
 
-    Its constructor is the one megatron-core's layer specs call.
+    apex's kernel where it is built, else torch's. Its constructor is the one megatron-core's layer specs call.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__()
         self.eps = eps
+        self._apex = apex_rms_norm()
         self.weight = nn.Parameter(
             torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
         )
@@ -24,4 +27,6 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., hidden_size]` -> the same, in the input's dtype."""
+        if self._apex is not None:
+            return self._apex(x, self.weight, self.weight.shape, self.eps)
         return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)

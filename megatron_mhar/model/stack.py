@@ -23,6 +23,7 @@ from torch import Tensor
 from megatron_mhar.depth.history import DepthHistory, FusedReads, SiteObserver
 from megatron_mhar.depth.residual import ResidualConfig
 from megatron_mhar.depth.sites import EMBEDDING, DepthTable
+from megatron_mhar.model.fp8 import without_fp8
 from megatron_mhar.model.site import RoutingSite, build_site
 from megatron_mhar.pipeline.plan import recomputed_runs
 from megatron_mhar.pipeline.stage import Stage, State
@@ -230,8 +231,14 @@ class RoutedStack(HybridStack):
     def _quantization_contexts(
         self,
     ) -> tuple[AbstractContextManager[Any], Callable[[int], AbstractContextManager[Any]]]:
-        """FP8/FP4 contexts around the whole pass (delayed scaling) and around one layer (the other recipes)."""
+        """FP8/FP4 contexts around the whole pass (delayed scaling) and around one layer (the other recipes).
+
+        Recomputed forwards enter the same: the inner ones are part of what is run again, and te_checkpoint enters again
+        the outer one that it found. Evaluations are bf16.
+        """
         config = self.config
+        if (config.fp8 or config.fp4) and not self.training:
+            return without_fp8(self), lambda _: nullcontext()
         if config.fp8 and config.fp8_recipe == Fp8Recipe.delayed:
             return get_fp8_context(config), lambda _: nullcontext()
         if config.fp8:

@@ -331,7 +331,7 @@ def _tensors(plan: PipelinePlan, names: Sequence[Source]) -> int:
 
 
 def _element_bytes(training: TrainingConfig) -> int:
-    return 2 if training.precision == "bf16" else _FP32
+    return 2 if training.bf16 else _FP32
 
 
 def _model_memory(config: RunConfig, layout: Layout, rank: int) -> tuple[int, int, int, int]:
@@ -347,7 +347,7 @@ def _model_memory(config: RunConfig, layout: Layout, rank: int) -> tuple[int, in
             strict=True,
         )
     )
-    copies = 2 + (config.training.precision == "bf16") + (config.optimizer.ema_decay is not None)
+    copies = 2 + config.training.bf16 + (config.optimizer.ema_decay is not None)
     replicas = layout.data * layout.context
     shard = -(-dense // replicas) + -(-experts * config.parallel.expert // replicas)
     number = dense + experts
@@ -356,11 +356,11 @@ def _model_memory(config: RunConfig, layout: Layout, rank: int) -> tuple[int, in
 
 # --- parameters and arithmetic ---
 
-_COUNTED = "*-E"
+COUNTED = "*-E"
 
 
 def _refuse_uncounted(config: RunConfig) -> None:
-    others = sorted(set(config.model.layer_pattern) - set(_COUNTED))
+    others = sorted(set(config.model.layer_pattern) - set(COUNTED))
     if others:
         raise UserError(
             f"model.pattern: symbol {others[0]!r} given, but mhar plan counts attention (*), MLP (-) and "

@@ -22,7 +22,6 @@ import multiprocessing
 import os
 import pickle
 import queue
-import re
 import secrets
 import shutil
 import signal
@@ -48,28 +47,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_mhar.config.load import flatten
 from megatron_mhar.config.schema import RunConfig
 from megatron_mhar.errors import UserError
+from megatron_mhar.run_files import checkpoint_path, checkpoint_steps
 from megatron_mhar.train.distributed import on_every_rank, on_first_rank
 from megatron_mhar.train.optimizer import Optimizer
 
 logger = logging.getLogger("megatron_mhar")
 
-_NAME = re.compile(r"step_(\d+)")
 _PARTIAL = ".partial"
 # Optimizer state under the names of the parameters, whichever optimizers of a chain and ranks of it hold them.
 _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-
-
-def checkpoint_steps(folder: Path) -> list[int]:
-    """Steps of the complete checkpoints in ``folder``, ascending."""
-    if not folder.is_dir():
-        return []
-    matches = ((_NAME.fullmatch(entry.name), entry) for entry in folder.iterdir())
-    return sorted(int(match[1]) for match, entry in matches if match and entry.is_dir())
-
-
-def checkpoint_path(folder: Path, step: int) -> Path:
-    """Folder of the checkpoint of ``step``."""
-    return folder / f"step_{step:08d}"
 
 
 class Checkpoints:

@@ -79,7 +79,11 @@ def initialize(config: RunConfig) -> torch.device:
     if config.training.deterministic:
         platform.use_deterministic_algorithms()
     torch.manual_seed(config.training.seed)
-    model_parallel_cuda_manual_seed(config.training.seed)
+    # A captured step must find its generators as states of the graph. A process may train runs of both kinds in turn.
+    captures = config.training.cuda_graph != "none"
+    model_parallel_cuda_manual_seed(
+        config.training.seed, te_rng_tracker=captures, use_cudagraphable_rng=captures, force_reset_rng=True
+    )
     return device
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import signal
 import statistics
 import time
@@ -27,6 +26,7 @@ from megatron_mhar.config.schema import RunConfig
 from megatron_mhar.data.dataset import build_datasets, check_data, micro_batches
 from megatron_mhar.errors import UserError
 from megatron_mhar.model.build import build_models, check_layers, resolve_layers
+from megatron_mhar.model.fusions import accumulate_in_layers, served_by
 from megatron_mhar.model.observe import record_routing
 from megatron_mhar.pipeline.communicator import connect_stages
 from megatron_mhar.routing import resolve_backend
@@ -34,6 +34,7 @@ from megatron_mhar.run_files import RoutingMap, RunSummary
 from megatron_mhar.tracking.journal import load_metrics
 from megatron_mhar.tracking.tracker import Tracker
 from megatron_mhar.train.checkpoint import Checkpoints
+from megatron_mhar.train.cuda_graph import CapturedSchedule, on_capture_stream
 from megatron_mhar.train.distributed import (
     any_rank,
     check_layout,
@@ -47,9 +48,12 @@ from megatron_mhar.train.distributed import (
     world_size,
 )
 from megatron_mhar.train.loss import cross_entropy, take_balancing_loss
-from megatron_mhar.train.optimizer import Optimizer, optimizer_name
+from megatron_mhar.train.optimizer import Optimizer
+from megatron_mhar.train.profile import StepProfiler
 from megatron_mhar.train.progress import ProgressLog
 from megatron_mhar.train.run_folder import RunFolder
+from megatron_mhar.train.skip import Skips
+from megatron_mhar.train.throughput import model_flops, peak_flops, routing_flops
 from megatron_mhar.train.watch import Watch
 
 logger = logging.getLogger("megatron_mhar")
@@ -96,6 +100,7 @@ def train(config: RunConfig) -> RunSummary | None:
             # An error is told to the other ranks before tracker and log are closed, which takes its time.
             stack.push(watch)
             trainer = Trainer(config, folder, device, progress, tracker, digests)
+            stack.callback(trainer.release)
             watch.steps_done = lambda: trainer.steps_done
             summary = trainer.run(start)
             return summary if first else None
@@ -124,6 +129,7 @@ class Trainer:
         progress: bar and log.
         tracker: where metrics go; rank 0 alone has one.
         digests: of the data files, as check_data gives them.
+        trains: whether it will train, or only evaluate: then training data need not be there.
     """
 
     def __init__(
@@ -134,6 +140,8 @@ class Trainer:
         progress: ProgressLog,
         tracker: Tracker | None,
         digests: Mapping[str, str] | None = None,
+        *,
+        trains: bool = True,
     ) -> None:
         self.config, self.folder, self.device, self.progress, self.tracker = config, folder, device, progress, tracker
         self.digests = digests or {}
@@ -143,43 +151,61 @@ class Trainer:
         self.optimizer = Optimizer(config, self.chunks)
         connect(self.chunks, self.optimizer)
         self.checkpoints = Checkpoints(config, folder.files.checkpoints, self.chunks, self.optimizer)
-        self.train_set, self.valid_set = build_datasets(config, folder.files.index, digests)
+        # An evaluation beside a training that is under way has indices of its own.
+        index = folder.files.index if trains else folder.files.evaluation / "index"
+        self.train_set, self.valid_set = build_datasets(config, index, digests, train=trains)
         self.data_parallel = parallel_state.get_data_parallel_world_size()
         # Of this rank, in a global batch.
         self.micro_batches = config.training.global_batch_size // config.training.micro_batch_size // self.data_parallel
         self.forward_backward = get_forward_backward_func()
+        # Evaluations are not captured: they may be recorded, and come seldom.
+        self.train_schedule = self.forward_backward
+        if config.training.cuda_graph != "none":
+            warmup = self.models[0].config.cuda_graph_warmup_steps
+            self.train_schedule = CapturedSchedule(self.forward_backward, warmup_steps=warmup)
+        self.skips = Skips(config.training.skip)
         self.speeds: list[float] = []
         self.lr = self.optimizer.lr  # of the last step
         self.stop_signal: int | None = None
         self.steps_done = 0
         self.routing: RoutingMap | None = None
+        precision = "fp8" if self.models[0].config.fp8 else config.training.precision
+        tflops = config.training.peak_tflops
+        # FLOP/s of one rank's device; None where it is not known.
+        self.peak = peak_flops(platform.device_name(), precision) if tflops is None else tflops * 1e12
 
     def run(self, start: int) -> RunSummary | None:
         """Train from step ``start`` on; the summary if the last step was reached."""
         training, step = self.config.training, start
         self.steps_done = start
-        self.checkpoints.resume(start)
+        if "skips" in (progress := self.checkpoints.resume(start)):
+            self.skips.load_state(progress["skips"])
         self._announce()
         last = min(training.steps, training.stop_after or training.steps)
         batches = self._batches(self.train_set, start * training.global_batch_size,
                                 training.steps * training.global_batch_size)  # fmt: skip
         saved = start
-        with self._signals(), self.checkpoints:
+        profiler = StepProfiler(self.config.profile, self.models, self.folder.files.profile, rank())
+        with self._signals(), self.checkpoints, profiler:
             pending: list[tuple[Tensor | None, float]] = []
             mark = time.perf_counter()
             while step < last:
+                profiler.begin_step(step + 1)
                 loss, norm = self.train_step(batches)
                 pending.append((loss, norm))
                 step += 1
                 self.steps_done = step
                 self.checkpoints.poll()
-                if not math.isfinite(norm):  # of all gradients, and so the same on every rank
-                    self._report(step, pending, time.perf_counter() - mark)
-                    self.checkpoints.wait()
-                    raise UserError(
-                        f"step {step}: the gradient norm is {norm}: the run has diverged. Nothing of this step is "
-                        f"saved, the newest checkpoint is of step {saved}"
-                    )
+                if self.skips.in_row:
+                    skipped = self._report_skipped(step, loss, norm)
+                    if self.skips.exhausted:
+                        self._report(step, pending, time.perf_counter() - mark)
+                        self.checkpoints.wait()
+                        raise UserError(
+                            f"{skipped}. So many in a row stop the run (training.skip.max_in_row): see samples "
+                            f"{self._samples(step, self.skips.in_row)}. Nothing of these steps is saved, the newest "
+                            f"checkpoint is of step {saved}"
+                        )
                 self.progress.step(step)
                 stopping = any_rank(self.stop_signal is not None)
                 evaluates = step % self.config.evaluation.interval == 0 or step == training.steps
@@ -191,7 +217,8 @@ class Trainer:
                     self._evaluate(step)
                     stopping = any_rank(self.stop_signal is not None)  # it may have come in the meantime
                 if saves or stopping:
-                    self.checkpoints.save(step, {"step": step, "samples": step * training.global_batch_size})
+                    samples = step * training.global_batch_size
+                    self.checkpoints.save(step, {"step": step, "samples": samples, "skips": self.skips.state()})
                     saved = step
                     stopping = any_rank(self.stop_signal is not None)
                 if not pending:
@@ -209,12 +236,18 @@ class Trainer:
             self._evaluate(step)  # the run was ended between its last checkpoint and its summary
         return self._finish(step)
 
+    def release(self) -> None:
+        """Let go of what must not outlive the process groups."""
+        if isinstance(self.train_schedule, CapturedSchedule):
+            self.train_schedule.release()
+
     def train_step(self, batches: Iterator[Batches]) -> tuple[Tensor | None, float]:
         """One optimizer step over a global batch.
 
         Returns:
             On the last pipeline stage the mean loss of this rank's tokens (a tensor on the device, without the z-loss),
-            and the gradient norm.
+            and the gradient norm, which is NaN also where the loss of a rank is not finite. What ``self.skips`` does
+            not accept leaves the weights as they were.
         """
         for chunk in self.chunks:
             chunk.train()
@@ -222,13 +255,30 @@ class Trainer:
         self.optimizer.megatron.zero_grad()
         loss = self._mean_loss(next(batches), z_loss=self.config.optimizer.z_loss, forward_only=False)
         self.lr = self.optimizer.lr
-        _, norm = self.optimizer.step()
+        _, norm = self.optimizer.step(loss, self.skips.accepts)
         return loss, norm
+
+    def _samples(self, step: int, steps: int = 1) -> str:
+        """Numbers in the data order of the samples of ``steps`` steps, of which ``step`` is the last."""
+        size = self.config.training.global_batch_size
+        return f"{(step - steps) * size} to {step * size - 1}"
+
+    def _report_skipped(self, step: int, loss: Tensor | None, norm: float) -> str:
+        """Log that ``step`` was skipped, and say it."""
+        mean = float(mean_of_last_stage(None if loss is None else loss.reshape(1).clone(), 1))
+        text = (
+            f"step {step}: skipped, {self.skips.why}: loss {mean:.4f}, gradient norm {norm:.3f}, samples "
+            f"{self._samples(step)}; {self.skips.in_row} in a row, {self.skips.total} of the run"
+        )
+        if rank() == 0:
+            logger.warning("%s", text)
+        return text
 
     def _mean_loss(self, batches: Batches, *, z_loss: float, forward_only: bool) -> Tensor | None:
         """Run megatron-core's schedule over micro-batches; on the last stage the mean loss of this rank's tokens."""
         training = self.config.training
-        losses = self.forward_backward(
+        schedule = self.forward_backward if forward_only else self.train_schedule
+        losses = schedule(
             forward_step_func=partial(forward_step, z_loss=z_loss),
             data_iterator=[iter(batches) for _ in self.chunks],
             model=self.chunks,
@@ -241,22 +291,30 @@ class Trainer:
         return torch.stack([entry["loss"] for entry in losses]).mean() if losses else None
 
     @torch.no_grad()
-    def evaluate(self, *, record: bool = False) -> float:
-        """Mean validation loss of the weights (their average, if one is kept), over the same samples each time.
+    def evaluate(self, *, average: bool = True, recorded: int = 0, at_once: int | None = None) -> float:
+        """Mean validation loss over the same samples each time.
 
         Args:
-            record: also record the routing weights, into ``self.routing``.
+            average: of the weights' average, if one is kept, instead of the weights.
+            recorded: global batches, the first ones, whose routing is recorded into ``self.routing``.
+            at_once: global batches that are read at a time, and must divide those of an evaluation; all by default.
         """
         count = self.config.evaluation.batches
         assert self.valid_set is not None
-        batches = self._batches(self.valid_set, 0, count * self.config.training.global_batch_size, global_batches=count)
+        batches = self._batches(self.valid_set, 0, count * self.config.training.global_batch_size,
+                                global_batches=at_once or count)  # fmt: skip
         for chunk in self.chunks:
             chunk.eval()
-        with self.optimizer.averaged_weights(), ExitStack() as stack:
-            recorder = stack.enter_context(record_routing(self.models)) if record and self._has_sites else None
-            loss = self._mean_loss(next(batches), z_loss=0.0, forward_only=True)
+        with ExitStack() as stack:
+            if average:
+                stack.enter_context(self.optimizer.averaged_weights())
+            recorder = None
+            if recorded and self._has_sites:
+                recorder = stack.enter_context(record_routing(self.models, recorded * self.micro_batches))
+            losses = [self._mean_loss(each, z_loss=0.0, forward_only=True) for each in batches]
+            own = [loss for loss in losses if loss is not None]
             self.routing = recorder.result() if recorder else None
-        return float(mean_of_last_stage(loss, 1))
+        return float(mean_of_last_stage(torch.stack(own).mean() if own else None, 1))
 
     @property
     def _has_sites(self) -> bool:
@@ -292,10 +350,18 @@ class Trainer:
         backend = resolve_backend(residual.backend, self.device)
         layers = resolve_layers(self.config.model.layers)
         logger.info(
-            "%s: %s, %s parameters on this rank, %s on %d ranks of %s; layers %s, routing backend %s, optimizer %s",
+            "%s: %s, %s parameters on this rank, %s on %d ranks of %s; layers %s, routing backend %s",
             self.config.name, residual.method, f"{self.num_parameters:,}", self.config.training.precision,
-            torch.distributed.get_world_size(), platform.device_name(), layers, backend, optimizer_name(),
+            torch.distributed.get_world_size(), platform.device_name(), layers, backend,
         )  # fmt: skip
+        logger.info("served by: %s", ", ".join(f"{what} {who}" for what, who in served_by(layers).items()))
+        if (flops := model_flops(self.config)) is not None:
+            if self.peak is not None:
+                peak = f"MFU is of {self.peak / 1e12:,g} TFLOP/s a device"
+            else:
+                peak = f"no MFU: the peak of {platform.device_name()} is not known (training.peak_tflops gives one)"
+            logger.info("%.3g GFLOP a token, and %.3g of routing; %s", flops / 1e9, routing_flops(self.config) / 1e9,
+                        peak)  # fmt: skip
 
     @property
     def num_parameters(self) -> int:
@@ -328,7 +394,7 @@ class Trainer:
             balance["train/load_balancing_loss"] = take_balancing_loss(model.layer_pattern.count("E"), micro_batches)
         platform.synchronize()
         tokens = len(pending) * training.global_batch_size * training.sequence_length
-        speed = tokens / seconds
+        speed, peak = tokens / seconds, self._peak_memory()
         self.speeds.append(speed)
         for number, (loss, (_, norm)) in enumerate(zip(losses, pending, strict=True), step - len(pending) + 1):
             metrics = {"train/loss": loss, "train/grad_norm": norm}
@@ -337,26 +403,39 @@ class Trainer:
                     "train/tokens_per_second": speed,
                     "train/lr": self.lr,
                     "train/tokens": number * training.global_batch_size * training.sequence_length,
-                    "train/peak_memory_bytes": platform.peak_memory_bytes(),
+                    "train/peak_memory_bytes": peak,
+                    "train/skipped_steps": self.skips.total,
                 }
-                metrics |= balance
+                metrics |= self._utilisation(speed) | balance
             if self.tracker is not None:
                 self.tracker.log(number, metrics)
         self.progress.report(loss=losses[-1], tokens_per_second=speed)
         logger.info("step %d/%d  loss %.4f  gradient norm %.3f  %s tokens/s", step, training.steps, losses[-1],
                     pending[-1][1], f"{speed:,.0f}")  # fmt: skip
-        if not math.isfinite(losses[-1]):
-            logger.warning("step %d: the loss is %s", step, losses[-1])
 
-    def _evaluate(self, step: int) -> None:
-        loss = self.evaluate(record=step == self.config.training.steps)
-        logger.info("step %d/%d  validation loss %.4f", step, self.config.training.steps, loss)
-        if self.tracker is not None:
-            self.tracker.log(step, {"valid/loss": loss})
-
-    def _finish(self, step: int) -> RunSummary | None:
+    def _peak_memory(self) -> int:
+        """Bytes of the fullest rank so far; every rank must call it."""
         peak = torch.tensor([platform.peak_memory_bytes()], dtype=torch.float64, device=self.device)
         torch.distributed.all_reduce(peak, torch.distributed.ReduceOp.MAX)
+        return int(peak.item())
+
+    def _utilisation(self, tokens_per_second: float) -> dict[str, float]:
+        """Shares of all devices' peak: the model's arithmetic (MFU) and, apart, that of routing; where known."""
+        flops = model_flops(self.config)
+        if flops is None or self.peak is None:
+            return {}
+        share = tokens_per_second / (self.peak * torch.distributed.get_world_size())
+        return {"train/mfu": flops * share, "train/mfu_of_routing": routing_flops(self.config) * share}
+
+    def _evaluate(self, step: int) -> None:
+        # Looking at routing takes longer than routing: at all of it once only, for what the run leaves behind.
+        loss = self.evaluate(recorded=self.config.evaluation.batches if step == self.config.training.steps else 1)
+        logger.info("step %d/%d  validation loss %.4f", step, self.config.training.steps, loss)
+        if self.tracker is not None:
+            self.tracker.log(step, {"valid/loss": loss} | (self.routing.metrics() if self.routing else {}))
+
+    def _finish(self, step: int) -> RunSummary | None:
+        peak = self._peak_memory()
         parameters = torch.tensor([self._own_parameters()], device=self.device)
         torch.distributed.all_reduce(parameters)
         if rank() != 0:
@@ -374,10 +453,11 @@ class Trainer:
             valid_loss=statistics.fmean(tail) if tail else None,
             valid_loss_last=evaluations[-1] if evaluations else None,
             tokens_per_second=statistics.median(speeds),
-            peak_memory_bytes=int(peak.item()),
+            peak_memory_bytes=peak,
             device=platform.device_name(),
             routing_backend=resolve_backend(self.config.residual.backend, self.device),
             data_digests=dict(self.digests),
+            skipped_steps=self.skips.total,
         )
         try:
             if self.routing is not None:
@@ -418,12 +498,14 @@ def wrap(config: RunConfig, models: Sequence[HybridModel]) -> list[DistributedDa
         use_distributed_optimizer=True,
         overlap_grad_reduce=config.parallel.overlap_grad_reduce,
         overlap_param_gather=config.parallel.overlap_param_gather,
-        check_for_nan_in_grad=False,  # the loop looks at the norm of all of them, and all ranks end together
+        check_for_nan_in_grad=False,  # the optimizer looks at the norm of all of them, see train.skip
     )
     chunks = []
     for number, model in enumerate(models):
         # Gradients of later virtual stages are reduced while earlier ones still compute: no need of buckets.
-        chunk = DistributedDataParallel(model.config, settings, model, disable_bucketing=number > 0)
+        with on_capture_stream(config.training.cuda_graph != "none"):
+            chunk = DistributedDataParallel(model.config, settings, model, disable_bucketing=number > 0)
+        accumulate_in_layers(chunk)
         chunk.broadcast_params()
         chunks.append(chunk)
     return chunks

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, cast
 
 import torch
-from megatron.core import optimizer as megatron_optimizer
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
@@ -45,11 +44,6 @@ def parameter_group(name: str) -> ParameterGroup:
     return "weight"
 
 
-def optimizer_name() -> str:
-    """Which Adam megatron-core uses here: Transformer Engine's or apex's fused one where installed, else torch's."""
-    return f"{megatron_optimizer.Adam.__module__.split('.')[0]} {megatron_optimizer.Adam.__name__}"
-
-
 class ResumableOptimizer(DistributedOptimizer):
     """DistributedOptimizer with a weight average kept beside its state, and without the faults of 0.19 at resume.
 
@@ -59,6 +53,13 @@ class ResumableOptimizer(DistributedOptimizer):
     # Average of each fp32 main parameter shard, keyed by the shard; None where no average is kept. Sharded over
     # data-parallel ranks and saved as one more optimizer state, it reshards as the moments do.
     averages: dict[Tensor, Tensor] | None
+    # `[1]` fp32, counted with the gradients in their norm.
+    counted: Tensor | None = None
+
+    def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[Tensor]:
+        """Gradients whose norm is taken, and what is counted with them."""
+        grads = cast(list[Tensor], super().get_grads_for_grad_norm(grad_norm_group))
+        return grads if self.counted is None or grad_norm_group is not None else [*grads, self.counted]
 
     def prepare(self, *, keep_average: bool) -> None:
         """Allocate the state now, so that saving before the first step and loading see the same tensors."""
@@ -135,7 +136,25 @@ class ResumableChain(ChainedOptimizer):
 
     Upstream's form of a chain of two does not load into a chain of one: its entries are numbered, and groups of
     parameters are told apart by whether they hold shared-out experts. Here the expert-parallel size leaves no trace.
+
+    Attributes:
+        norm: of all gradients, before clipping; a tensor where the norm was taken on the device.
+        accepts: told it before the weights change; if it says no, they do not. Upstream's own threshold lets NaN
+            through, and leaves ranks without parameters waiting for the others.
     """
+
+    norm: float | Tensor
+    accepts: Callable[[float], bool]
+
+    def get_grad_norm(self) -> float | Tensor:
+        """Norm of all gradients."""
+        self.norm = super().get_grad_norm()
+        return self.norm
+
+    def step_with_ready_grads(self) -> bool:
+        """Update the weights, if the step is accepted; whether they were."""
+        self.norm = float(self.norm)
+        return self.accepts(self.norm) and bool(super().step_with_ready_grads())
 
     def sharded_state_dict(
         self, model_sharded_state_dict: dict[str, Any], is_loading: bool = False, **kwargs: Any
@@ -166,7 +185,7 @@ class Optimizer:
     """AdamW over a rank's model chunks, its schedule and, if asked for, the moving average of the weights."""
 
     def __init__(self, config: RunConfig, chunks: Sequence[torch.nn.Module]) -> None:
-        settings, bf16 = config.optimizer, config.training.precision == "bf16"
+        settings, bf16 = config.optimizer, config.training.bf16
         exempt = frozenset(settings.no_weight_decay)
         overrides: dict[ParamKey, ParamGroupOverride] = {}
         if exempt:
@@ -205,18 +224,27 @@ class Optimizer:
         self.ema_decay = settings.ema_decay
         self.scheduler = build_scheduler(settings, config.training.steps, self.megatron)
 
-    def step(self) -> tuple[bool, float]:
-        """Clip, update, average, and move the schedule on.
+    def step(self, loss: Tensor | None = None, accepts: Callable[[float], bool] = math.isfinite) -> tuple[bool, float]:
+        """Clip, update, average, and move the schedule on; or nothing of all this.
+
+        Args:
+            loss: of this rank, where it has one.
+            accepts: whether the step is made, by the gradient norm; the same on all ranks.
 
         Returns:
-            Whether the update was made, and the gradient norm before clipping.
+            Whether it was made, and the gradient norm before clipping. It is NaN also where a rank's loss is not
+            finite.
         """
-        updated, norm, _ = self.megatron.step()
-        if self.ema_decay is not None:
-            for part in self.parts:
-                part.update_average(self.ema_decay)
-        self.scheduler.step(increment=1)
-        return bool(updated), float(norm if norm is not None else math.nan)
+        # Zero, or NaN: all ranks learn of it by the norm, without a message of its own.
+        self.parts[0].counted = None if loss is None else (loss.detach().float() * 0).reshape(1)
+        self.megatron.accepts = accepts
+        updated, _, _ = self.megatron.step()
+        if updated:
+            if self.ema_decay is not None:
+                for part in self.parts:
+                    part.update_average(self.ema_decay)
+            self.scheduler.step(increment=1)
+        return updated, float(self.megatron.norm)
 
     @property
     def lr(self) -> float:

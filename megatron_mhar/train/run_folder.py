@@ -13,14 +13,14 @@ from pathlib import Path
 from megatron_mhar.config.load import dump_config, flatten, load_config
 from megatron_mhar.config.schema import RunConfig
 from megatron_mhar.errors import UserError
-from megatron_mhar.run_files import RunFiles, RunSummary, write_whole
-from megatron_mhar.train.checkpoint import checkpoint_steps
+from megatron_mhar.run_files import RunFiles, RunSummary, checkpoint_steps, write_whole
 
 # A run may go on with other values of these keys; any other key would make it another run.
 CHANGEABLE = (
     "output_dir", "parallel.", "checkpoint.", "tracking.", "data.num_workers", "data.train", "data.valid",
-    "training.stop_after", "training.micro_batch_size", "training.log_interval", "training.recompute", "model.layers",
-    "residual.backend", "evaluation.",
+    "training.stop_after", "training.micro_batch_size", "training.log_interval", "training.recompute",
+    "training.cuda_graph", "training.skip.", "training.peak_tflops", "model.layers", "residual.backend", "evaluation.",
+    "profile.",
 )  # fmt: skip
 
 

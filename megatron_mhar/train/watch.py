@@ -37,8 +37,7 @@ from rich.console import Console
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from megatron_mhar.errors import UserError
-from megatron_mhar.run_files import RunFiles
-from megatron_mhar.train.checkpoint import checkpoint_steps
+from megatron_mhar.run_files import RunFiles, checkpoint_steps
 
 logger = logging.getLogger("megatron_mhar")
 

@@ -94,7 +94,7 @@ OVERRIDES = {
     "training.steps=many": 'training.steps=many: "many" given, but it must be a whole number',
     "model=8": "model=8: 8 given, but it must be a section of keys",
     "optimizer.lr=.nan": "NaN given, but it must be a finite number",
-    "training.precision=fp16": "\"fp16\" given, but it must be 'bf16' or 'fp32'",
+    "training.precision=fp16": "\"fp16\" given, but it must be 'bf16', 'fp32' or 'fp8'",
     "residual.num_heads=3": "num_heads=3: 3 given",
     "parallel.tensor=3": "3 given, but it must divide model.num_attention_heads 4",
     "parallel.sequence=true": "true given, but sequence parallelism needs tensor > 1",

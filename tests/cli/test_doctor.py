@@ -130,6 +130,15 @@ def test_this_machine() -> None:
     assert rows["collectives"]["found"] == ("nccl" if torch.cuda.is_available() else "gloo")
     assert rows["layers"]["found"] in ("local", "transformer_engine")
     assert rows["routing backend"]["found"] != "auto"
+    from megatron_mhar.model.fusions import served_by
+
+    for operation, library in served_by(rows["layers"]["found"]).items():
+        assert (rows[operation]["state"], rows[operation]["found"]) == ("ok", library)
+    assert rows["CUDA graphs"]["state"] == ("ok" if torch.cuda.is_available() else "missing")
+    if rows["layers"]["found"] == "local":
+        assert (rows["FP8"]["state"], rows["FP8"]["found"].split(",")[0]) == (
+            "missing", "it needs Transformer Engine's layers"
+        )  # fmt: skip
 
 
 def rows_of_devices(monkeypatch: pytest.MonkeyPatch, *, has_gpu: bool, driver: str | None) -> dict[str, Check]:
@@ -183,6 +192,23 @@ def test_driver_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script:
     assert doctor._driver_version() == version
     smi.unlink()
     assert doctor._driver_version() is None
+
+
+@pytest.mark.parametrize(
+    ("reasons", "row"),
+    [
+        ({"tensorwise": "", "delayed": "", "mxfp8": "needs 10.0"},
+         ("ok", "tensorwise, delayed", "not mxfp8: needs 10.0")),
+        ({"tensorwise": "", "delayed": ""}, ("ok", "tensorwise, delayed", "")),
+        ({"tensorwise": "old", "mxfp8": "old"},
+         ("missing", "no recipe runs on this GPU", "not tensorwise: old; not mxfp8: old")),
+    ],
+)  # fmt: skip
+def test_fp8_recipes(monkeypatch: pytest.MonkeyPatch, reasons: dict[str, str], row: tuple[str, str, str]) -> None:
+    monkeypatch.setattr("megatron_mhar.model.fp8.recipes_here", lambda: reasons)
+    check = doctor._fp8("a run here uses", "transformer_engine")
+    assert (check.state, check.found, check.advice) == row
+    assert doctor._fp8("a run here uses", "local").state == "missing"
 
 
 def test_a_run_that_cannot_start_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

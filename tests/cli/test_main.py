@@ -15,22 +15,39 @@ from megatron_mhar.errors import UserError
 # The command line is an interface: a change here is a change for everyone's scripts.
 ARGUMENTS = {
     "train": ["CONFIG", "[KEY=VALUE]..."],
+    "evaluate": ["RUN_DIR", "[KEY=VALUE]..."],
     "plan": ["CONFIG", "[KEY=VALUE]..."],
-    "submit": ["FILE", "[KEY=VALUE]..."],
+    "submit": ["FILE", "[ARGUMENT]..."],
     "status": ["RUN_DIR"],
     "data demo": [],
     "compare": ["RUN_DIR..."],
     "sync": ["RUN_DIR..."],
+    "bench routing": [],
+    "bench step": ["CONFIG... [KEY=VALUE]..."],
     "doctor": [],
 }
 OPTIONS = {
     "train": [],
+    "evaluate": ["--batches", "--checkpoint"],
     "plan": ["--gpus", "--gpus-per-node", "--json", "--link-gbps", "--memory", "--tflops"],
-    "submit": ["--check", "--memory", "--nodes", "--partition", "--time"],
+    "submit": ["--after", "--check", "--memory", "--nodes", "--partition", "--time"],
     "status": ["--json"],
     "data demo": ["--force", "--max-mb", "--min-mb", "--out", "--seed", "--vocab-size"],
     "compare": ["--out"],
     "sync": ["--timeout", "--uri"],
+    "bench routing": [
+        "--algorithms",
+        "--bare",
+        "--dtype",
+        "--heads",
+        "--json",
+        "--method",
+        "--no-graph",
+        "--rounds",
+        "--shape",
+        "--tokens",
+    ],
+    "bench step": ["--json", "--methods", "--micro-batch", "--precision", "--rounds", "--steps"],
     "doctor": ["--json"],
 }
 

@@ -183,7 +183,7 @@ def test_unknown_key_in_a_file_names_file_and_line(run: Path, write: Write) -> N
          "3 given, but it must divide hidden_size 64; allowed up to 64: 1, 2, 4, 8, 16, 32, 64"),
         ("residual.method=mhr", "\"mhr\" given, but it must be 'baseline', 'attnres', 'mhar', 'attnres_block', "
          "'mhar_block', 'delta', 'delta_block' or 'hyper_connections'"),
-        ("training.precision=fp16", "\"fp16\" given, but it must be 'bf16' or 'fp32'"),
+        ("training.precision=fp16", "\"fp16\" given, but it must be 'bf16', 'fp32' or 'fp8'"),
         ("training.steps=null", "null given, but it must be a whole number"),
         ("optimizer.lr=fast", '"fast" given, but it must be a number'),
         ("optimizer.lr=true", "true given, but it must be a number"),

@@ -34,6 +34,7 @@ RUNS = {
 }
 PAIRS = [(first, then) for runs in RUNS.values() for first, others in runs.items() for then in others]
 WHOLE = "tp2"
+EVALUATED = "pp2"  # the whole run, saved under another
 # A gate that is open lets queries learn in so few steps.
 SITES = {
     "mhar": METHODS["mhar"], "delta_block": {**METHODS["delta_block"], "gate_init": 1.0},
@@ -48,10 +49,11 @@ def run_folder(folder, method, first, then=None):
 
 
 def run_all(folder, corpus, world, tier, together):
-    """Begin and go on with the runs of RUNS[world], by ``mhar train``.
+    """Begin and go on with the runs of RUNS[world], by ``mhar train``; ``mhar evaluate`` a whole one.
 
     All ranks call ``together`` before each run; it is true on the one that makes folders.
     """
+    from megatron_mhar.cli.evaluate import evaluate
     from megatron_mhar.cli.train import train
     from megatron_mhar.config.load import dump_config
 
@@ -71,6 +73,12 @@ def run_all(folder, corpus, world, tier, together):
         arguments = [f"{key}={value}" for key, value in given.items()]
         train.main([str(run / "given.yaml"), *arguments, *overrides], standalone_mode=False)
 
+    def mhar_evaluate(run, layout):
+        together()
+        keys = {"tensor": 1, **PARALLEL[layout]}
+        arguments = [f"parallel.{key}={value}" for key, value in keys.items()]
+        evaluate.main([str(run), *arguments], standalone_mode=False)
+
     for method in CASES[tier]:
         for first, others in RUNS[world].items():
             saved = run_folder(folder, method, first)
@@ -78,6 +86,7 @@ def run_all(folder, corpus, world, tier, together):
                 mhar_train(saved, first, f"training.stop_after={SAVED}", "checkpoint.asynchronous=true")
                 if first == WHOLE:
                     mhar_train(run_folder(folder, method, "whole"), first)
+                    mhar_evaluate(run_folder(folder, method, "whole"), EVALUATED)
             for then in others:
                 run = run_folder(folder, method, first, then)
                 if together():

@@ -16,6 +16,7 @@ import torch
 
 from megatron_mhar import platform
 from tests.conftest import METHODS, tiny_run
+from tests.train.poison import poisoned
 
 LAYOUTS = {
     1: {"one": {}},
@@ -57,6 +58,9 @@ BATCHES = {"4x1": (4, 1), "1x4": (4, 4), "7x1": (7, 1)}
 CASES = [(method, True) for method in METHODS] + [("mhar", False), ("delta_block", False)]
 FAST_PIPELINE_CASES = [(method, True) for method in ("mhar", "mhar_block", "delta_block", "hyper_connections")]
 RESUMED = ("one", "tp2", "dp2", "dp2_overlap", "pp2_vpp2")
+# Their steps that are skipped, before and after they are stopped; what is a spike is known from steps before that.
+SKIPPED, STOP = {2: "nan", 3: "loss", 5: "spike", 7: "spike"}, 5
+SKIP = {"spike_factor": 4, "spike_window": 2}
 
 
 def worlds(tier):
@@ -127,7 +131,8 @@ def predicted_sends(trainer, config, num_microbatches, forward_only):
 
     plan, rank = trainer.pipeline.plan, parallel_state.get_pipeline_model_parallel_rank()
     sequence = config.training.sequence_length // (config.parallel.tensor if config.parallel.sequence else 1)
-    tensor_bytes = sequence * config.training.micro_batch_size * config.model.hidden_size * 4
+    tensor_bytes = sequence * config.training.micro_batch_size * config.model.hidden_size
+    tensor_bytes *= trainer.models[0].config.pipeline_dtype.itemsize
     # Gradients of what comes over the link from the rank before go back over it.
     links = [rank] if forward_only else [rank, (rank - 1) % plan.num_ranks]
     return (
@@ -198,11 +203,23 @@ def probe(trainer, config):
     return everyone
 
 
+def move_sites(models):
+    """Move queries and gates off zero, by their names alone."""
+    from megatron_mhar.model.initialize import generator, global_name
+
+    with torch.no_grad():
+        for model in models:
+            for name, parameter in model.named_parameters():
+                if "site." in name:
+                    source = generator(7, global_name(model, name), "cpu")
+                    parameter.add_(0.1 * torch.randn(parameter.shape, generator=source).to(parameter.device))
+
+
 def run(config, reference, steps=STEPS, probed=False):
     """Losses, norms, evaluation and largest gradient errors of one run; queries and gates are moved off zero first."""
     from megatron.core.distributed import finalize_model_grads
 
-    from megatron_mhar.model.initialize import generator, global_name, tensor_parallel_part
+    from megatron_mhar.model.initialize import global_name, tensor_parallel_part
     from megatron_mhar.train.distributed import mean_of_last_stage
     from megatron_mhar.train.loop import Trainer
     from megatron_mhar.train.progress import ProgressLog
@@ -210,12 +227,7 @@ def run(config, reference, steps=STEPS, probed=False):
 
     device = torch.device(torch.cuda.current_device())
     trainer = Trainer(config, RunFolder(config), device, ProgressLog(None, total=steps, start=0), None)
-    with torch.no_grad():
-        for model in trainer.models:
-            for name, parameter in model.named_parameters():
-                if "site." in name:
-                    source = generator(7, global_name(model, name), "cpu")
-                    parameter.add_(0.1 * torch.randn(parameter.shape, generator=source).to(device))
+    move_sites(trainer.models)
     seen, errors = [], {}
 
     def watched(*args, **kwargs):
@@ -242,7 +254,8 @@ def run(config, reference, steps=STEPS, probed=False):
         loss, norm = trainer.train_step(batches)
         losses.append(float(mean_of_last_stage(loss, 1)))
         norms.append(norm)
-    result = {"losses": losses, "norms": norms, "valid": trainer.evaluate()}
+    result = {"losses": losses, "norms": norms, "valid": trainer.evaluate(recorded=1)}
+    result["routing"] = trainer.routing.metrics() if trainer.routing else {}
     if reference is None:
         return result | {"gradients": seen}
     everyone = [None] * torch.distributed.get_world_size()
@@ -252,23 +265,37 @@ def run(config, reference, steps=STEPS, probed=False):
     return result | ({"probe": probe(trainer, config)} if probed else {})
 
 
+def layout_run(corpus, folder, layout, method, parallel, *, training, qk_layernorm=True):
+    """Config of one run of a layout."""
+    return tiny_run(
+        corpus, folder, name=f"{layout}-{method}", residual=METHODS[method], parallel=parallel,
+        model={"qk_layernorm": qk_layernorm, "layers": "local"},
+        # The epsilon keeps gradients of the size of rounding from moving weights by whole steps.
+        optimizer={"ema_decay": 0.9, "z_loss": 1e-3, "eps": 1e-3}, training={"steps": LONG, **training},
+    )  # fmt: skip
+
+
 def stopped_and_resumed(corpus, folder, layout, parallel):
-    """Journal and summary of one whole bf16 run, and of one that is stopped between evaluations and goes on."""
+    """Journal, summary and skipped steps, by rank, of a whole bf16 run and of one that is stopped and goes on."""
     from megatron_mhar.run_files import RunFiles
     from megatron_mhar.tracking.journal import load_metrics
     from megatron_mhar.train.loop import train
 
     found = {}
-    for name, stops in (("whole", [None]), ("parts", [5, None])):
+    for name, stops in (("whole", [None]), ("parts", [STOP, None])):
+        unmoved = []
         for stop_after in stops:
             config = tiny_run(
                 corpus, folder, name=f"{layout}-{name}", residual=METHODS["mhar"], parallel=parallel,
                 model={"layers": "local"}, optimizer={"ema_decay": 0.9, "lr": 1e-2}, evaluation={"interval": 8},
-                training={"micro_batch_size": 1, "precision": "bf16", "stop_after": stop_after},
+                training={"micro_batch_size": 1, "precision": "bf16", "stop_after": stop_after, "skip": SKIP},
             )  # fmt: skip
-            summary = train(config)
-        torch.distributed.barrier()
-        found[name] = load_metrics(RunFiles(config.run_dir).journal), summary
+            with poisoned(SKIPPED) as steps:
+                summary = train(config)
+            unmoved += steps
+        everyone = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(everyone, unmoved)
+        found[name] = load_metrics(RunFiles(config.run_dir).journal), summary, everyone
     return found
 
 
@@ -292,14 +319,10 @@ def main():
             global_batch, micro_batch = BATCHES[batch]
             # Seven micro-batches make one group: the last of three groups would be too small.
             groups = {"microbatch_group": 7} if batch == "7x1" and "virtual_stages" in parallel else {}
-            config = tiny_run(
-                corpus, out.parent, name=f"{layout}-{method}", residual=METHODS[method],
-                parallel={**parallel, **groups}, model={"qk_layernorm": qk_layernorm, "layers": "local"},
-                # The epsilon keeps gradients of the size of rounding from moving weights by whole steps.
-                optimizer={"ema_decay": 0.9, "z_loss": 1e-3, "eps": 1e-3},
+            config = layout_run(
+                corpus, out.parent, layout, method, {**parallel, **groups}, qk_layernorm=qk_layernorm,
                 training={
-                    "steps": LONG, "global_batch_size": global_batch, "micro_batch_size": micro_batch,
-                    **TRAINING.get(layout, {}),
+                    "global_batch_size": global_batch, "micro_batch_size": micro_batch, **TRAINING.get(layout, {})
                 },
             )  # fmt: skip
             key = (method, qk_layernorm, batch)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.launch import launch
-from tests.train.layout_worker import BATCHES, LAYOUTS, LONG, STEPS, runs, worlds
+from tests.train.layout_worker import BATCHES, LAYOUTS, LONG, RESUMED, SKIPPED, STEPS, runs, worlds
 
 # The first test waits for all launches.
 pytestmark = pytest.mark.timeout(2400)
@@ -43,11 +43,12 @@ def test_training_equals_one_process(results, layout, run):
 
 
 def assert_equals_one_process(one, other):
-    """Losses, gradient norms, evaluation, and the gradient of every parameter, over all steps."""
+    """Losses, norms, evaluation with entropy and gates, and the gradient of every parameter, over all steps."""
     assert len(one["losses"]) >= STEPS and min(map(abs, np.diff(one["losses"]))) > 1e-4
     assert other["losses"] == pytest.approx(one["losses"], abs=1e-5)
     assert other["norms"] == pytest.approx(one["norms"], rel=1e-5)
     assert other["valid"] == pytest.approx(one["valid"], abs=1e-5)
+    assert other["routing"] == pytest.approx(one["routing"], abs=1e-5)
     # Of each parameter the largest error relative to its gradient's largest entry (or to 0.1, if that is smaller).
     assert set(other["errors"]) == set(one["gradients"][0])
     wrong = {name: error for name, error in other["errors"].items() if error > 1e-5}
@@ -105,13 +106,33 @@ def test_nothing_of_a_history_is_left_after_a_step(results):
         assert key[1] != "mhar" or "sp" in key[0] or max(rank["alive"] for rank in ranks) > 0
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2", "dp2", "dp2_overlap", "pp2_vpp2"])
+@pytest.mark.parametrize("layout", RESUMED)
 def test_stopped_and_resumed_equals_uninterrupted(results, layout):
-    """bf16, bit for bit; with overlap the weights of other ranks arrive no sooner than the next forward."""
-    (whole, _), (parts, _) = results["resumed", layout].values()
-    for metric in ("train/loss", "train/grad_norm", "valid/loss"):
-        assert parts[metric] == whole[metric], metric
-    assert len(whole["train/loss"]) == 8
+    """bf16, bit for bit, with steps that are skipped before and after the checkpoint.
+
+    With overlap the weights of other ranks arrive no sooner than the next forward.
+    """
+    (whole, *_), (parts, *_) = results["resumed", layout].values()
+    assert whole.keys() == parts.keys()
+    for metric in ("train/loss", "train/grad_norm", "train/lr", "train/skipped_steps", "valid/loss"):
+        assert str(parts[metric]) == str(whole[metric]), metric  # nan is nan
+    assert len(whole["train/loss"]) == 8 and whole["train/skipped_steps"][-1] == (8, len(SKIPPED))
+
+
+@pytest.mark.parametrize("layout", RESUMED)
+def test_what_one_rank_spoils_is_skipped_by_all(results, layout):
+    """Weights, moments, average and schedule of every rank stay as they were, and the others' steps are as before."""
+    for journal, summary, unmoved in results["resumed", layout].values():
+        assert all(steps == list(SKIPPED) for steps in unmoved) and summary.skipped_steps == len(SKIPPED)
+        assert len(unmoved) == (1 if layout == "one" else 2)
+        one = results["resumed", "one"]["whole"][0]
+        made = [step for step in range(1, 9) if step not in SKIPPED]
+        losses, expected = (dict(each["train/loss"]) for each in (journal, one))
+        assert [losses[step] for step in made] == pytest.approx([expected[step] for step in made], abs=0.02)  # bf16
+        norms = dict(journal["train/grad_norm"])
+        assert np.isnan([norms[2], norms[3]]).all() and min(norms[5], norms[7]) > 4 * norms[4]
+        # Tensor-parallel ranks have one loss in truth, and the first one's is told.
+        assert np.isfinite(losses[3]) == (layout == "tp2")
 
 
 def test_twenty_steps_of_every_layout(results, request):

@@ -2,10 +2,9 @@
 
 import math
 
+import numpy as np
 import pytest
-import torch
 
-from megatron_mhar.errors import UserError
 from megatron_mhar.run_files import RunFiles
 from megatron_mhar.tracking.journal import load_metrics
 from tests.conftest import METHODS, tiny_run
@@ -102,16 +101,57 @@ def test_loader_workers_give_the_same_run(tmp_path, corpus):
     assert runs[0]["train/loss"] == runs[1]["train/loss"]
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_what_was_saved(tmp_path, corpus):
-    from megatron_mhar.train.checkpoint import checkpoint_steps
+def test_utilisation_is_a_share_of_the_peak(tmp_path, corpus):
+    from megatron_mhar.train.throughput import model_flops, routing_flops
 
-    config = tiny_run(
-        corpus, tmp_path, optimizer={"lr": 1e20, "min_lr": 1e20, "clip_grad": 0.0, "warmup_steps": 0,
-                                     "schedule": "constant"}, checkpoint={"interval": 1}, training={"steps": 8},
-    )  # fmt: skip
-    with pytest.raises(
-        UserError, match=r"step \d: the gradient norm is (nan|inf): the run has diverged.*newest checkpoint"
-    ):
-        train(config)
-    assert checkpoint_steps(RunFiles(config.run_dir).checkpoints)
-    assert torch.isfinite(torch.tensor(load_metrics(RunFiles(config.run_dir).journal)["train/loss"][0][1]))
+    config = tiny_run(corpus, tmp_path, residual=METHODS["mhar"], training={"peak_tflops": 0.5})
+    metrics = train(config)
+    for name, flops in (("train/mfu", model_flops(config)), ("train/mfu_of_routing", routing_flops(config))):
+        expected = [speed * flops / 0.5e12 for _, speed in metrics["train/tokens_per_second"]]
+        assert [share for _, share in metrics[name]] == pytest.approx(expected)
+    log = RunFiles(config.run_dir).log.read_text()
+    model, routing = (f"{flops(config) / 1e9:.3g}" for flops in (model_flops, routing_flops))
+    assert f"{model} GFLOP a token, and {routing} of routing; MFU is of 0.5 TFLOP/s a device" in log
+    metrics = train(tiny_run(corpus, tmp_path, name="other"))
+    assert not any("mfu" in name for name in metrics)
+
+
+@pytest.mark.parametrize("method", ["baseline", "mhar", "mhar_block", "delta", "delta_block_released"])
+def test_entropy_and_gates_of_every_site_are_logged_with_each_evaluation(tmp_path, corpus, method):
+    from megatron_mhar.run_files import RoutingMap
+
+    config = tiny_run(corpus, tmp_path, residual=METHODS[method], optimizer={"lr": 1e-2})
+    metrics = {name: values for name, values in train(config).items() if name.startswith("routing/")}
+    first = {"mhar": 1, "mhar_block": 1, "delta": 0, "delta_block_released": 1}  # sites before it have no choice
+    last = 9 if "mhar" in method else 8  # the final site is of replacement methods
+    sites = range(first[method], last) if method in first else range(0)
+    gates = range(8) if "delta" in method else range(0)
+    assert set(metrics) == {
+        *(f"routing/{name}/site_{site:03}" for name, found in (("entropy", sites), ("gate", gates)) for site in found),
+        *(f"routing/{name}/mean" for name, found in (("entropy", sites), ("gate", gates)) if found),
+    }
+    if not metrics:
+        return
+    assert all([step for step, _ in values] == [4, 8] for values in metrics.values())
+    routing = RoutingMap.read(RunFiles(config.run_dir).routing)
+    assert {name: values[-1][1] for name, values in metrics.items()} == routing.metrics()
+    entropies = [metrics[f"routing/entropy/site_{site:03}"][-1][1] for site in sites]
+    assert all(0.5 < entropy <= 1 for entropy in entropies) and min(entropies) < 1 - 1e-6
+    # The mean of entropies is below the entropy of the mean, and not by much where tokens are alike.
+    of_mean = -(routing.weights * np.log(np.where(routing.weights > 0, routing.weights, 1))).sum(-1).mean(1)
+    ratio = of_mean[sites.start :] / np.log(routing.reads.sum(1)[sites.start :])
+    assert (ratio >= np.array(entropies) - 1e-6).all() and (ratio - np.array(entropies) < 0.1).all()
+    assert metrics["routing/entropy/mean"][-1][1] == pytest.approx(np.mean(entropies))
+    moved = [metrics[f"routing/gate/site_{site:03}"][-1][1] for site in gates]
+    assert len(set(moved)) == len(gates)
+
+
+def test_routing_is_looked_at_in_part_until_the_last_evaluation(tmp_path, corpus):
+    """Of two global batches the first alone, whose samples are those of an evaluation of one."""
+    one, two = (
+        train(tiny_run(corpus, tmp_path, name=f"{n}", residual=METHODS["mhar"], evaluation={"batches": n}))
+        for n in (1, 2)
+    )
+    for name in ("routing/entropy/mean", "routing/entropy/site_003"):
+        assert one[name][0] == two[name][0] and one[name][1] != two[name][1]
+    assert one["valid/loss"][0] != two["valid/loss"][0]

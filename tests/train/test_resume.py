@@ -72,7 +72,8 @@ def test_stopped_and_resumed_equals_uninterrupted(tmp_path, corpus, method, prec
     for key, tensor in tensors.items():
         assert torch.equal(tensor, others[key]), key
     assert common["scheduler"] == other_common["scheduler"]
-    assert common["progress"] == other_common["progress"] == {"step": 8, "samples": 32}
+    assert common["progress"] == other_common["progress"]
+    assert (common["progress"]["step"], common["progress"]["samples"]) == (8, 32)
 
 
 def test_a_finished_run_is_recognised_and_described(tmp_path, corpus):

@@ -13,12 +13,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_mhar.config.load import load_config
 from megatron_mhar.errors import UserError
 from megatron_mhar.run_files import RunFiles
+from megatron_mhar.tracking.journal import load_metrics
 from megatron_mhar.train import watch
 from megatron_mhar.train.watch import Process, Silence, Watch, _first_watched, _is_of_communication, _process_status
 from tests.launch import ROOT
-from tests.train.watch_worker import CASES, FAULT_STEP, HEARTBEAT_S, LIMIT_S, write_config
+from tests.train.watch_worker import CASES, FAULT_STEP, HEARTBEAT_S, LIMIT_S, TRACKED, write_config
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
 GOES_ON = "The newest complete checkpoint is of step 2: the same command goes on from there"
@@ -32,7 +34,7 @@ def results(tmp_path_factory, corpus):
     command = [sys.executable, str(ROOT / "tests/train/watch_worker.py"), "ranks", str(out), str(corpus)]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT_S * len(CASES))
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(out.read_text())
+    return {"folder": out.parent, **json.loads(out.read_text())}
 
 
 def expect(result, victim, what, *, codes, within_s, survivors=None):
@@ -54,6 +56,29 @@ def test_a_killed_rank_is_named_by_all_others(results, case):
     _, _, victim, _ = CASES[case]
     expect(results[case], victim, rf"has died, after step {FAULT_STEP}{SEEN}", codes=1, within_s=10)
     assert results[case]["codes"][victim] == -9
+
+
+def test_one_mlflow_run_over_a_kill_and_another_number_of_ranks(results, one_rank):
+    """The rank that sends the metrics is killed, of four; one alone goes on, and does a step again."""
+    import mlflow
+
+    from megatron_mhar.train.loop import train
+
+    folder = results["folder"] / TRACKED
+    config = load_config(folder / "config.yaml", ["parallel.pipeline=1"])
+    before = load_metrics(RunFiles(config.run_dir).journal)
+    assert [step for step, _ in before["train/loss"]] == list(range(1, FAULT_STEP + 1))
+    assert train(config).steps == 6
+    client = mlflow.MlflowClient(f"sqlite:///{folder}/mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("megatron_mhar").experiment_id])
+    assert run.info.status == "FINISHED"
+    journal = load_metrics(RunFiles(config.run_dir).journal)
+    assert [step for step, _ in journal["train/loss"]] == list(range(1, 7)) and journal.keys() >= before.keys()
+    for name, values in journal.items():
+        points = sorted((point.step, point.value) for point in client.get_metric_history(run.info.run_id, name))
+        assert [step for step, _ in points] == [step for step, _ in values], name
+        if name == "train/loss":
+            assert [value for _, value in points] == pytest.approx([value for _, value in values], abs=1e-5)
 
 
 def test_a_stopped_rank_is_named_once_its_silence_is_long_enough(results):
@@ -93,7 +118,7 @@ def test_wrong_input_of_one_rank_is_its_message(results):
 
 def test_an_error_that_all_ranks_come_to_is_told_by_each_as_its_own(results):
     for code, said in zip(results["all_failed"]["codes"], results["all_failed"]["said"], strict=True):
-        assert code == 2 and said.count("mhar: error: step 2: the gradient norm is nan") == 1
+        assert code == 2 and said.count("mhar: error: step 2: skipped, loss or gradients are not finite: loss ") == 1
         assert "rank" not in said.replace("on this rank", "").replace("on 2 ranks", "")
 
 

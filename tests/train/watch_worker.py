@@ -36,16 +36,17 @@ CASES = {
     "second_run_killed": (2, "second", 1, {}),
     "slow": (4, "sleep", 2, {"pipeline": 2}),
 }
+TRACKED = "first_killed"  # sends its metrics to MLflow
 
 
-def write_config(folder, corpus, parallel, **sections):
+def write_config(folder, corpus, parallel, skip=None, **sections):
     """config.yaml of a run in ``folder``; its log is ``folder``/run/log.txt."""
     from megatron_mhar.config.load import dump_config
     from tests.conftest import tiny_run
 
     config = tiny_run(
-        corpus, folder, parallel={**parallel, "heartbeat_s": HEARTBEAT_S}, checkpoint={"interval": 2},
-        training={"micro_batch_size": 1, "steps": 6}, **sections,
+        corpus, folder, parallel={"heartbeat_s": HEARTBEAT_S, **parallel}, checkpoint={"interval": 2},
+        training={"micro_batch_size": 1, "steps": 6, "skip": skip or {}}, **sections,
     )  # fmt: skip
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(dump_config(config))
@@ -181,8 +182,11 @@ def run_cases(out, corpus):
     for case in sorted(CASES, key=lambda case: case != "slow"):
         world, fault, victim, parallel = CASES[case]
         folder, port = out.parent / case, free_port()
-        diverging = {"optimizer": {"lr": 1e20, "min_lr": 1e20, "warmup_steps": 0, "clip_grad": 0.0}}
-        write_config(folder, corpus, parallel, **(diverging if fault == "diverge" else {}))
+        sections = {"tracking": {"enabled": True}} if case == TRACKED else {}
+        if fault == "diverge":
+            diverging = {"lr": 1e20, "min_lr": 1e20, "warmup_steps": 0, "clip_grad": 0.0}
+            sections = {"optimizer": diverging, "skip": {"max_in_row": 1}}
+        write_config(folder, corpus, parallel, **sections)
         began = time.time()
         started[case] = began, {r: start_rank(r, world, port, folder, fault, victim) for r in range(world)}
         if case != "slow":

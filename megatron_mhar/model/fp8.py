@@ -1,0 +1,82 @@
+"""FP8 of Transformer Engine's layers: megatron-core's settings, what this machine can do, and forwards without it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from megatron_mhar.config.schema import Fp8Config, TrainingConfig
+from megatron_mhar.errors import UserError
+
+
+def fp8_settings(training: TrainingConfig) -> dict[str, Any]:
+    """Settings of TransformerConfig; none where a run has no FP8. Weights stay bf16 and are cast anew each step."""
+    fp8 = training.fp8
+    if training.precision != "fp8":
+        return {}
+    return {
+        "fp8": fp8.format,
+        "fp8_recipe": fp8.recipe,
+        "fp8_amax_history_len": fp8.amax_history,
+        "fp8_amax_compute_algo": "max",
+        "first_last_layers_bf16": fp8.bf16_sublayers > 0,
+        "num_layers_at_start_in_bf16": fp8.bf16_sublayers,
+        "num_layers_at_end_in_bf16": fp8.bf16_sublayers,
+    }
+
+
+def recipes_here() -> dict[str, str]:
+    """Each recipe, and why it does not run on this process's GPU, "" if it does: what Transformer Engine says."""
+    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager as Manager
+
+    scaling = Manager.is_fp8_available()
+    answers = {
+        "tensorwise": scaling,
+        "delayed": scaling,
+        "blockwise": Manager.is_fp8_block_scaling_available(),
+        "mxfp8": Manager.is_mxfp8_available(),
+    }
+    return {recipe: "" if runs else reason.rstrip(".") for recipe, (runs, reason) in answers.items()}
+
+
+def check_recipe(fp8: Fp8Config) -> None:
+    """Refuse a recipe that does not run here. Transformer Engine must be installed.
+
+    Raises:
+        UserError: with the reason, and what runs.
+    """
+    reasons = recipes_here()
+    if reasons[fp8.recipe]:
+        able = ", ".join(recipe for recipe, reason in reasons.items() if not reason)
+        raise UserError(
+            f"training.fp8.recipe: {fp8.recipe} given, but it does not run on this GPU ({reasons[fp8.recipe]}); "
+            f"allowed here: {able or 'none, training.precision: bf16'}"
+        )
+
+
+@contextmanager
+def without_fp8(module: nn.Module) -> Iterator[None]:
+    """Within the context, forwards of Transformer Engine's layers are bf16 and leave nothing behind.
+
+    Evaluations in FP8 would count in the scales that training finds (delayed), and release the transposed weights that
+    a captured graph writes to. A forward without FP8 also makes a layer forget that it has scales to save.
+    """
+    layers: list[Any] = [layer for layer in module.modules() if hasattr(layer, "fp8_meta")]
+    kept = [(layer.fp8, layer.fp8_initialized, layer.fp8_meta.get("fp8_checkpoint")) for layer in layers]
+    try:
+        yield
+    finally:
+        for layer, (fp8, initialized, saves) in zip(layers, kept, strict=True):
+            layer.fp8, layer.fp8_initialized = fp8, initialized
+            if saves is not None:
+                layer.fp8_meta["fp8_checkpoint"] = saves
+
+
+def forget_scales() -> None:
+    """Drop what Transformer Engine keeps of all layers of this process that have run in FP8: they are gone."""
+    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager as Manager
+
+    Manager.reset()

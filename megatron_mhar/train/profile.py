@@ -1,0 +1,128 @@
+"""Profiles of some steps of a run: a trace for chrome://tracing or Perfetto, with ranges by site and sublayer.
+
+While steps are profiled, the forward of every site and sublayer runs in a range of its own name, which torch's profiler
+shows and, on a GPU, Nsight Systems too (NVTX). Before and after, nothing stands in its way.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+from megatron_mhar import platform
+from megatron_mhar.config.schema import SUBLAYERS, ProfileConfig
+from megatron_mhar.errors import UserError
+
+logger = logging.getLogger("megatron_mhar")
+
+
+@contextmanager
+def named_range(name: str) -> Iterator[None]:
+    """Within the context the profilers show ``name``."""
+    with ExitStack() as stack:
+        if platform.HAS_GPU:
+            torch.cuda.nvtx.range_push(name)
+            stack.callback(torch.cuda.nvtx.range_pop)
+        stack.enter_context(torch.profiler.record_function(name))
+        yield
+
+
+@contextmanager
+def ranges(models: Sequence[HybridModel]) -> Iterator[None]:
+    """Within the context the forward of every site and sublayer of these models has a range.
+
+    The modules' ``forward`` is replaced: hooks would be taken for megatron-core's, see RoutedStack.
+    """
+    named: list[tuple[torch.nn.Module, str]] = []
+    for model in models:
+        stack: Any = model.decoder
+        for number, layer in enumerate(stack.layers, stack.first_sublayer):
+            kind = SUBLAYERS.get(stack.layer_type_list[number - stack.first_sublayer], type(layer).__name__)
+            named += [(layer.site, f"site {number}"), (layer, f"sublayer {number} {kind}")]
+        if hasattr(stack, "final_site"):
+            named.append((stack.final_site, f"site {stack.table.num_sublayers} final"))
+
+    def within(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def ranged(*arguments: Any, **keywords: Any) -> Any:
+            with named_range(name):
+                return forward(*arguments, **keywords)
+
+        return ranged
+
+    for module, name in named:
+        module.forward = within(module.forward, name)
+    try:
+        yield
+    finally:
+        for module, _ in named:
+            del module.forward  # what the class has shows again
+
+
+class StepProfiler:
+    """Profiles ``profile.steps`` steps from ``profile.start_step`` on, on the ranks that are asked for.
+
+    Args:
+        config: what is profiled.
+        models: whose sites and sublayers are named.
+        folder: where traces go, ``steps_<first>-<last>_rank_<rank>.json``.
+        rank: this process's.
+    """
+
+    def __init__(self, config: ProfileConfig, models: Sequence[HybridModel], folder: Path, rank: int) -> None:
+        self._config, self._models, self._folder, self._rank = config, models, folder, rank
+        self._wanted = config.start_step is not None and rank in config.ranks
+        self._profiled = ExitStack()
+        self._profiler: torch.profiler.profile | None = None
+        self._first = self._last = 0  # steps that are being profiled
+
+    def begin_step(self, step: int) -> None:
+        """Called before ``step``, the number of the step to come."""
+        start, steps = self._config.start_step, self._config.steps
+        if self._first and step >= self._first + steps:
+            self._finish()
+        elif self._first:
+            self._last = step
+        elif self._wanted and start is not None and start <= step < start + steps:
+            self._first = self._last = step
+            self._profiled.enter_context(ranges(self._models))
+            if self._config.tool == "torch":
+                activities = [torch.profiler.ProfilerActivity.CPU]
+                activities += [torch.profiler.ProfilerActivity.CUDA] * platform.HAS_GPU
+                self._profiler = self._profiled.enter_context(torch.profiler.profile(activities=activities))
+            elif platform.HAS_GPU:
+                self._profiled.enter_context(torch.cuda.profiler.profile())
+
+    def _finish(self) -> None:
+        """Stop, and write the trace."""
+        first, self._first, self._wanted = self._first, 0, False
+        platform.synchronize()
+        self._profiled.close()
+        if self._profiler is None:
+            return
+        path = self._folder / f"steps_{first}-{self._last}_rank_{self._rank}.json"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._profiler.export_chrome_trace(str(path))
+        except (OSError, RuntimeError) as error:
+            raise UserError(f"{path}: the profile cannot be written ({error})") from error
+        self._profiler = None
+        logger.info("profile of steps %d to %d: %s", first, self._last, path)
+
+    def __enter__(self) -> StepProfiler:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._first and kind is None:
+            self._finish()
+        self._profiled.close()

@@ -1,0 +1,59 @@
+"""``make test-gpu``: what it writes, and that it does not pass where the fused path has not run."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+CASES = """
+import pytest
+
+def test_good(): ...
+
+def test_bad(): assert 1 == 2, "one is not two"
+
+@pytest.mark.skip(reason="not today")
+def test_skipped(): ...
+
+@pytest.mark.timeout(5)  # a mark of a plugin that need not be there
+def test_marked(): ...
+"""
+
+
+def python(*arguments, **keywords):
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120, **keywords
+    )
+
+
+def test_what_is_written(tmp_path):
+    (tmp_path / "test_cases.py").write_text(CASES)
+    code = (
+        "import sys; from pathlib import Path; from tests import gpu; file, out, gpu.FUSED_PATH, *rest = sys.argv[1:]\n"
+        "sys.exit(gpu.run_tests([file, *rest], Path(out), gpu.Outcome('x', 1), 'NVIDIA H200'))"
+    )
+    file = str(tmp_path / "test_cases.py")
+    failed = python("-c", code, file, str(tmp_path / "out"), "test_cases.py::test_good", "-p", "no:timeout")
+    assert failed.returncode == 1, failed.stdout + failed.stderr
+    (path,) = (tmp_path / "out").iterdir()
+    assert path.name.startswith("tests_nvidia-h200_20")
+    report = json.loads(path.read_text())
+    assert report["counts"] == {"passed": 2, "failed": 1, "skipped": 1} and report["version"] == 1
+    found = {name.rpartition("::")[2]: outcome for name, outcome in report["tests"].items()}
+    assert found["test_bad"]["why"] == "AssertionError: one is not two"
+    assert found["test_skipped"]["why"] == "Skipped: not today"
+    assert not report["fused_path_ran"] and "no fused kernel" in failed.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_fails():
+    done = subprocess.run(
+        ["make", "-C", str(ROOT), "--no-print-directory", "test-gpu", f"PYTHON={sys.executable}"],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode != 0 and "no GPU" in done.stderr

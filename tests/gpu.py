@@ -1,0 +1,117 @@
+"""The GPU tests in an environment that is given: ``python -m tests.gpu [pytest arguments]``, or ``make test-gpu``.
+
+Nothing is installed and no network is asked; pytest alone must be there beside what the package needs. What was found
+goes to ``results/gpu``, or to the folder RESULTS.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FUSED_PATH = "tests/bench/test_fused_path.py::test_kernels_ran_on_the_gpu"  # must have passed
+# What computes on a GPU in one process; tests of several ranks need a GPU each.
+TESTS = (
+    "tests/routing", "tests/depth", "tests/model", "tests/bench", "tests/train/test_loop.py",
+    "tests/train/test_cuda_graph.py", "tests/train/test_optimizer.py", "tests/train/test_profile.py",
+)  # fmt: skip
+VERSION = 1  # of the JSON
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one test ended; ``why`` is the reason of a skip, or the error."""
+
+    outcome: str
+    seconds: float
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class TestReport:
+    """The JSON of a run."""
+
+    __test__ = False
+
+    version: int
+    kind: str
+    date: str
+    machine: object
+    fused_path_ran: bool
+    counts: dict[str, int]
+    seconds: float
+    tests: dict[str, Outcome]
+
+
+@dataclass
+class Recorder:
+    """A plugin of pytest's that keeps outcomes, by test."""
+
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """The call, or a set-up or tear-down that did not pass."""
+        if report.when != "call" and report.passed:
+            return
+        why = ""
+        if report.skipped and isinstance(report.longrepr, tuple):
+            why = str(report.longrepr[2])
+        elif report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            why = crash.message.splitlines()[0] if crash is not None else report.longreprtext.strip()[-200:]
+        self.outcomes[report.nodeid] = Outcome(report.outcome, round(report.duration, 3), why)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """A file that cannot be read."""
+        if report.failed:
+            self.outcomes[report.nodeid] = Outcome("failed", 0.0, report.longreprtext.strip().splitlines()[-1])
+
+
+def run_tests(arguments: Sequence[str], folder: Path, machine: object, device: str) -> int:
+    """Run tests and write the JSON; 0 if all passed and the fused path was among them."""
+    from megatron_mhar.bench.report import write_json
+
+    recorder, start = Recorder(), time.time()
+    # The project's options are for its own environment: without pytest-timeout they would be refused.
+    options = ["--rootdir", str(ROOT), "-o", "addopts=--import-mode=importlib", "-ra", "-p", "no:cacheprovider"]
+    code = pytest.main([*options, *arguments], plugins=[recorder])
+    fused = getattr(recorder.outcomes.get(FUSED_PATH), "outcome", "") == "passed"
+    date = time.strftime("%Y-%m-%d", time.gmtime(start))
+    counts = Counter(outcome.outcome for outcome in recorder.outcomes.values())
+    report = TestReport(
+        VERSION, "tests", date, machine, fused, dict(counts), round(time.time() - start, 1), recorder.outcomes
+    )
+    path = folder / f"tests_{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}_{date}.json"
+    write_json(report, path)
+    print(f"\n{', '.join(f'{count} {outcome}' for outcome, count in counts.items())}: {path}")
+    if not fused:
+        print(f"FAILED: {FUSED_PATH} has not passed: no fused kernel is known to have run", file=sys.stderr)
+    return 0 if code == 0 and fused else 1
+
+
+def main() -> int:
+    """See the head of the file."""
+    from megatron_mhar import platform
+    from megatron_mhar.bench.machine import describe_machine
+
+    if not platform.HAS_GPU:
+        print(f"no GPU: torch of {sys.executable} sees none; these tests are for one", file=sys.stderr)
+        return 2
+    machine = describe_machine()
+    print("\n".join(machine.lines()))
+    os.environ.pop("TRITON_INTERPRET", None)  # it would lead the kernels away from the GPU
+    folder = Path(os.environ.get("RESULTS") or ROOT / "results/gpu")
+    return run_tests(sys.argv[1:] or TESTS, folder, machine, machine.device)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

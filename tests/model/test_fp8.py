@@ -1,0 +1,242 @@
+"""FP8 of Transformer Engine's layers: what is refused, which sublayers are in it and when, what stays out of it."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from megatron_mhar.errors import UserError
+from tests.conftest import METHODS, tiny_run
+from tests.model.test_stack import build, disturb, loss_of, tokens, transformer_engine_runs
+
+FP8 = {"precision": "fp8"}
+
+
+def run_config(tmp_path, training=None, **sections):
+    return tiny_run("unused", tmp_path, training=FP8 | (training or {}), **sections)
+
+
+REFUSED = {
+    "hidden size": ({"model": {"hidden_size": 72, "num_attention_heads": 4, "num_query_groups": 4}}, {},
+                    "model.hidden_size is 72; recipe tensorwise needs multiples of 16"),
+    "inner width of a rank": ({"model": {"ffn_hidden_size": 112}, "parallel": {"tensor": 2}}, {},
+                              "model.ffn_hidden_size / parallel.tensor is 56;"),
+    "tokens": ({}, {"sequence_length": 12}, "the number of a rank's tokens in a micro-batch is 24;"),
+    "tokens of mxfp8": ({}, {"sequence_length": 24, "micro_batch_size": 2, "fp8": {"recipe": "mxfp8"}},
+                        "the number of a rank's tokens in a micro-batch is 48; recipe mxfp8 needs multiples of 32"),
+    "heads": ({"model": {"head_dim": 8, "num_query_groups": 1}}, {},
+              "the width of a rank's query, key and value heads is 48; recipe mxfp8"),
+    "recurrence": ({"model": {"pattern": "M-*-*-*-"}}, {}, "fp8 given, but Mamba sublayers have none"),
+    "too many bf16 ends": ({}, {"fp8": {"bf16_sublayers": 9}}, "9 given, but it must not exceed the 8 sublayers"),
+    "bf16 ends of delayed": ({}, {"fp8": {"recipe": "delayed", "bf16_sublayers": 1}}, "scales all sublayers together"),
+    "history of another recipe": ({}, {"fp8": {"amax_history": 16}}, "it exists for recipe: delayed"),
+    "no fp8": ({}, {"precision": "bf16", "fp8": {"recipe": "delayed"}}, "it exists for precision: fp8"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_before_anything_is_built(tmp_path, case):
+    sections, training, message = REFUSED[case]
+    if case == "heads":
+        training = {"fp8": {"recipe": "mxfp8"}}
+    with pytest.raises(ValidationError) as error:
+        run_config(tmp_path, training, **sections)
+    assert message in str(error.value)
+
+
+def test_every_recipe_of_the_configs_fits():
+    """What the repository's recipes are, in all FP8 recipes: 1B has widths of 1280 and 5120."""
+    from pathlib import Path
+
+    from megatron_mhar.config.load import load_config
+
+    for scale in ("100m", "350m", "1b"):
+        path = Path(__file__).parents[2] / f"configs/{scale}/mhar.yaml"
+        for recipe in ("tensorwise", "delayed", "mxfp8", "blockwise"):
+            overrides = ["training.precision=fp8", f"training.fp8.recipe={recipe}", "data.train=[x]", "data.valid=[x]"]
+            assert load_config(path, overrides).training.fp8.recipe == recipe
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """Transformer Engine's answers of a machine with one, by the name of the question."""
+    from megatron_mhar import platform
+    from megatron_mhar.model import build as module
+
+    answers = {"is_fp8_available": (True, ""), "is_fp8_block_scaling_available": (True, ""),
+               "is_mxfp8_available": (False, "Device compute capability 10.0 or higher required.")}  # fmt: skip
+    stand_in = ModuleType("transformer_engine.pytorch.fp8")
+    stand_in.FP8GlobalStateManager = SimpleNamespace(**{name: lambda name=name: answers[name] for name in answers})
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
+    monkeypatch.setattr(module, "HAVE_TE", True)
+    monkeypatch.setattr(platform, "HAS_GPU", True)
+    return answers
+
+
+def test_layers_and_card_must_have_it(tmp_path, monkeypatch, engine):
+    from megatron_mhar.model import build as module
+
+    assert module.check_layers(run_config(tmp_path)) == "transformer_engine"
+    with pytest.raises(UserError) as error:
+        module.check_layers(run_config(tmp_path, {"fp8": {"recipe": "mxfp8"}}))
+    assert str(error.value) == (
+        "training.fp8.recipe: mxfp8 given, but it does not run on this GPU (Device compute capability 10.0 or higher "
+        "required); allowed here: tensorwise, delayed, blockwise"
+    )
+    engine["is_fp8_available"] = engine["is_fp8_block_scaling_available"] = (False, "8.9 or higher.")
+    with pytest.raises(UserError, match=r"tensorwise given.*\(8.9 or higher\).*none, training.precision: bf16"):
+        module.check_layers(run_config(tmp_path))
+    with pytest.raises(UserError, match=r"training.precision: fp8 given, but it needs Transformer Engine's layers"):
+        module.check_layers(run_config(tmp_path, model={"layers": "local"}))
+    monkeypatch.setattr(module, "HAVE_TE", False)
+    with pytest.raises(UserError, match=r"fp8 given.*local \(model.layers: auto, a GPU, .* not installed\)"):
+        module.check_layers(run_config(tmp_path))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_megatrons_settings(tmp_path):
+    from megatron_mhar.model.build import transformer_config
+
+    made = transformer_config(run_config(tmp_path, {"fp8": {"recipe": "delayed", "amax_history": 16}}))
+    assert (made.fp8, made.fp8_recipe, made.fp8_amax_history_len, made.fp8_amax_compute_algo, made.fp8_param) == (
+        "hybrid", "delayed", 16, "max", False,
+    )  # fmt: skip
+    assert made.bf16 and made.params_dtype == torch.bfloat16 and not made.first_last_layers_bf16
+    made = transformer_config(run_config(tmp_path, {"fp8": {"format": "e4m3", "bf16_sublayers": 2}}))
+    assert (made.fp8, made.fp8_recipe, made.first_last_layers_bf16) == ("e4m3", "tensorwise", True)
+    assert made.num_layers_at_start_in_bf16 == made.num_layers_at_end_in_bf16 == 2
+    assert transformer_config(tiny_run("unused", tmp_path)).fp8 is None
+
+
+@pytest.fixture
+def contexts(monkeypatch):
+    """What is entered and left while a stack runs, in order, with stand-ins for Transformer Engine's contexts."""
+    from megatron.core.tensor_parallel.random import checkpoint
+
+    from megatron_mhar.model import stack
+
+    seen: list[str] = []
+
+    @contextmanager
+    def fp8_context(config, layer=-1):
+        seen.append(f"+{layer}")
+        yield
+        seen.append(f"-{layer}")
+
+    def te_checkpoint(run, distribute, tracker, group, *inputs):
+        seen.append("checkpoint")
+        return checkpoint(run, distribute, *inputs)
+
+    monkeypatch.setattr(stack, "get_fp8_context", fp8_context)
+    monkeypatch.setattr(stack, "te_checkpoint", te_checkpoint)
+    return seen
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_contexts_of_each_recipe(tmp_path, contexts):
+    """One around the pass for delayed, one a sublayer for the others, the same when it is run again; none to evaluate.
+
+    The gradients of the recomputed pass are those of the plain one (on a GPU, through chains of fused reads).
+    """
+    each = [f"{sign}{layer}" for layer in range(8) for sign in "+-"]
+    wants = {
+        ("delayed", "none"): ["+-1", "--1"],
+        ("tensorwise", "none"): each,
+        ("delayed", "full"): ["+-1", *["checkpoint"] * 2, "--1"],
+        ("tensorwise", "full"): ["checkpoint", *each[:8], "checkpoint", *each[8:], *each[8:], *each[:8]],
+    }
+    gradients = {}
+    for (recipe, recompute), expected in wants.items():
+        training = {"recompute": recompute} | ({"recompute_sublayers": 4} if recompute == "full" else {})
+        model = disturb(build(tmp_path, METHODS["mhar"], training=training))
+        model.config.fp8, model.config.fp8_recipe = "hybrid", recipe
+        contexts.clear()
+        loss_of(model, tokens()).backward()
+        assert contexts == expected, (recipe, recompute)
+        gradients[recipe, recompute] = {name: p.grad for name, p in model.named_parameters()}
+        contexts.clear()
+        with torch.no_grad():
+            loss_of(model.eval(), tokens())
+        assert contexts == []
+    plain = gradients["delayed", "none"]
+    for case, found in gradients.items():
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, plain[name], rtol=1e-5, atol=1e-7, msg=f"{case} {name}")
+
+
+def test_an_evaluation_leaves_layers_as_they_were():
+    from megatron_mhar.model.fp8 import without_fp8
+
+    layer = torch.nn.Linear(2, 2)
+    layer.fp8, layer.fp8_initialized, layer.fp8_meta = True, True, {"fp8_checkpoint": True, "scale": 3}
+    fresh = torch.nn.Linear(2, 2)
+    fresh.fp8, fresh.fp8_initialized, fresh.fp8_meta = False, False, {}
+    with without_fp8(torch.nn.Sequential(layer, torch.nn.Sequential(fresh))):
+        for each in (layer, fresh):  # what a forward without FP8 does
+            each.fp8, each.fp8_initialized, each.fp8_meta["fp8_checkpoint"] = False, False, False
+    assert (layer.fp8, layer.fp8_initialized, layer.fp8_meta) == (True, True, {"fp8_checkpoint": True, "scale": 3})
+    assert (fresh.fp8, fresh.fp8_initialized) == (False, False)
+
+
+def stays_out_of_fp8(model):
+    """Depth parameters are plain bf16 and trainable; a site reads and gives bf16."""
+    seen = []
+    for name, module in model.named_modules():
+        if name.endswith("site"):
+            module.register_forward_hook(
+                lambda module, inputs, output, name=name: seen.append(
+                    (name, output.dtype, {t.dtype for t in inputs[0]._sources.values()})
+                )
+            )
+    loss_of(model, tokens()).backward()
+    assert len(seen) == 9 and all(dtypes <= {torch.bfloat16} for _, _, dtypes in seen)
+    assert all(dtype == torch.bfloat16 for _, dtype, _ in seen)
+    parameters = {name: p for name, p in model.named_parameters() if "site." in name}
+    assert len(parameters) == 18
+    for name, parameter in parameters.items():
+        assert type(parameter) is torch.nn.Parameter and parameter.dtype == torch.bfloat16, name
+        assert parameter.requires_grad and parameter.grad is not None, name
+        # A read of one source has nothing to choose.
+        assert parameter.grad.float().norm() > 0 or ".layers.0." in name, name
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("layers", ["local", "transformer_engine"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
+def test_depth_stays_out_of_fp8(tmp_path, layers, recipe):
+    """With megatron-core's config of each recipe; Transformer Engine's layers really compute in FP8."""
+    if layers == "transformer_engine":
+        if not transformer_engine_runs():
+            pytest.skip("needs a GPU and Transformer Engine")
+        from megatron_mhar.model.fp8 import recipes_here
+
+        if recipes_here()[recipe]:
+            pytest.skip(recipes_here()[recipe])
+    model = disturb(build(tmp_path, METHODS["mhar"], layers=layers, training=FP8 | {"fp8": {"recipe": recipe}}))
+    assert model.config.fp8_recipe == recipe
+    stays_out_of_fp8(model)
+    if layers == "transformer_engine":
+        engine = [module for module in model.modules() if hasattr(module, "fuse_wgrad_accumulation")]
+        assert len(engine) == 16 and all(module.fp8 and module.fp8_initialized for module in engine)
+
+
+@pytest.mark.skipif(not transformer_engine_runs(), reason="needs a GPU and Transformer Engine")
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_recomputation_in_fp8_gives_the_same_gradients(tmp_path, recipe):
+    """To the bit for scales of the tensor at hand; delayed scales are what they were before the forward."""
+    found = []
+    for recompute in ("none", "full"):
+        training = FP8 | {"fp8": {"recipe": recipe}, "recompute": recompute}
+        model = disturb(build(tmp_path, METHODS["mhar"], layers="transformer_engine", training=training))
+        loss_of(model, tokens()).backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=2e-2, atol=2e-4, msg=name)
