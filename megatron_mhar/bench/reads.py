@@ -202,13 +202,13 @@ def run(algorithm: Algorithm, inputs: Inputs, *, backward: bool, record: Record 
 
 class _Chain:
     def __init__(self, inputs: Inputs) -> None:
-        self.chain, self.ticket = start(inputs.case.plan, inputs.sites)
+        self._reader = start(inputs.case.plan, inputs.sites)
 
     def add(self, row: int, source: Tensor) -> Tensor:
-        return self.chain.add(row, source, self.ticket)
+        return self._reader.add(row, source)
 
     def read(self, site: int, sources: Sequence[Tensor]) -> Tensor:
-        return self.chain.read(site, sources, self.ticket)
+        return self._reader.read(site)
 
 
 def fused(inputs: Inputs) -> Reader:

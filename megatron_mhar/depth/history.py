@@ -12,7 +12,6 @@ that are run again in the backward.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -20,7 +19,7 @@ from torch import Tensor
 from megatron_mhar.depth.sites import EMBEDDING, NULL, DepthTable, Source
 
 if TYPE_CHECKING:
-    from megatron_mhar.routing.chain import Chain
+    from megatron_mhar.routing.chain import Reader
 
 
 class SiteObserver(Protocol):
@@ -30,14 +29,6 @@ class SiteObserver(Protocol):
         """``sources`` are what site number ``site`` is about to read with these parameters."""
 
 
-@dataclass(frozen=True)
-class FusedReads:
-    """A chain of fused reads, and the ticket that it is called with where the history is now."""
-
-    chain: Chain
-    ticket: Tensor
-
-
 class DepthHistory:
     """Sources, open block and stream between sublayers.
 
@@ -45,7 +36,7 @@ class DepthHistory:
         table: sources of every site.
         embedding: `[s, b, d]` (`[s / tp, b, d]` under sequence parallelism), the source e.
         observer: called at each routing site, see :class:`SiteObserver`.
-        fused: takes the sources as they come to be, where reads are fused.
+        fused: takes the sources as they come to be, and reads them, where reads are fused.
 
     Attributes:
         stream: the residual stream of methods that keep one (for hyper-connections, n streams `[n, s, b, d]`).
@@ -57,7 +48,7 @@ class DepthHistory:
         table: DepthTable,
         embedding: Tensor,
         observer: SiteObserver | None = None,
-        fused: FusedReads | None = None,
+        fused: Reader | None = None,
     ) -> None:
         self.table = table
         self.observer = observer
@@ -79,7 +70,7 @@ class DepthHistory:
         sublayer: int,
         state: Mapping[Source, Tensor],
         observer: SiteObserver | None = None,
-        fused: FusedReads | None = None,
+        fused: Reader | None = None,
     ) -> DepthHistory:
         """History as it stands after ``sublayer`` (-1: before the first).
 
@@ -169,14 +160,14 @@ class DepthHistory:
         """Take a source in if it is one; what is returned stands for it from here on."""
         if name in self.table.last_read:
             if self.fused is not None:
-                tensor = self.fused.chain.add(self.table.rows[name], tensor, self.fused.ticket)
+                tensor = self.fused.add(self.table.rows[name], tensor)
             self._sources[name] = tensor
         return tensor
 
     def _make_entry(self, block: int) -> None:
         assert self.stream is not None
         if self.fused is not None:
-            self.fused.chain.settle()  # the last entry is looked at here, perhaps before a site has read it
+            self.fused.settle()  # the last entry is looked at here, perhaps before a site has read it
         entry = self.stream if self._last_entry is None else self.stream - self._last_entry
         self._last_entry = self._keep(Source("entry", block), entry)
 

@@ -61,11 +61,11 @@ class RoutingSite(Site):
         site, sources = history.next_site, history.sources(self.null_source)
         if history.observer is not None:
             if history.fused is not None:
-                history.fused.chain.settle()
+                history.fused.settle()
             history.observer(site, sources, self.query, self.norm_weight)
         shared = self.null_source is not None
         if history.fused is not None and len(sources) > shared:  # the released form's first site reads null alone
-            routed = history.fused.chain.read(site, sources[shared:], history.fused.ticket)
+            routed = history.fused.read(site)
         else:
             routed = route(
                 sources,

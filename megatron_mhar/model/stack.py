@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.enums import Fp8Recipe
@@ -20,7 +19,7 @@ from megatron.core.utils import WrappedTensor, make_viewless_tensor
 from pydantic_core import PydanticCustomError
 from torch import Tensor
 
-from megatron_mhar.depth.history import DepthHistory, FusedReads, SiteObserver
+from megatron_mhar.depth.history import DepthHistory, SiteObserver
 from megatron_mhar.depth.residual import ResidualConfig
 from megatron_mhar.depth.sites import EMBEDDING, DepthTable
 from megatron_mhar.model.fp8 import without_fp8
@@ -28,6 +27,9 @@ from megatron_mhar.model.site import RoutingSite, build_site
 from megatron_mhar.pipeline.plan import recomputed_runs
 from megatron_mhar.pipeline.stage import Stage, State
 from megatron_mhar.routing import resolve_backend
+
+if TYPE_CHECKING:
+    from megatron_mhar.routing.chain import Reader
 
 BiasDropout = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
 
@@ -143,7 +145,7 @@ class RoutedStack(HybridStack):
         if fused is not None and not self.pre_process:
             for name, row in self.table.rows.items():
                 if name in state:
-                    state[name] = fused.chain.add(row, state[name], fused.ticket)
+                    state[name] = fused.add(row, state[name])
 
         def run_layer(layer: Any, hidden: Tensor) -> Tensor:
             arguments: dict[str, Any] = {"attention_mask": attention_mask, "packed_seq_params": packed_seq_params}
@@ -165,7 +167,7 @@ class RoutedStack(HybridStack):
                 out = self.final_norm(out)
         return make_viewless_tensor(inp=out, requires_grad=out.requires_grad, keep_graph=True)
 
-    def _fused_reads(self, like: Tensor) -> FusedReads | None:
+    def _fused_reads(self, like: Tensor) -> Reader | None:
         """A chain for one forward of this stage's sites, where the backend has one."""
         if not self.table.num_sites or resolve_backend(self.residual.backend, like.device) != "triton":
             return None
@@ -179,7 +181,7 @@ class RoutedStack(HybridStack):
             return None
         # A parameter that is still being gathered arrives when its own module is called, see DDP's forward pre-hooks.
         late = any(site._forward_pre_hooks for site in sites.values())
-        return FusedReads(*start(self.table.read_plan, parameters, grouped=not late))
+        return start(self.table.read_plan, parameters, grouped=not late)
 
     def _units(self) -> Iterator[tuple[int, int, bool]]:
         """Runs of this stage's sublayers, see :func:`recomputed_runs`.
@@ -196,7 +198,7 @@ class RoutedStack(HybridStack):
         run_layer: Callable[[Any, Tensor], Tensor],
         quantization: Callable[[int], AbstractContextManager[Any]],
         state: State,
-        fused: FusedReads | None,
+        fused: Reader | None,
         first: int,
         stop: int,
         recompute: bool,
@@ -205,8 +207,8 @@ class RoutedStack(HybridStack):
         used, made = self.table.used_by(first, stop), self.table.made(first, stop)
 
         def run(*tensors: Tensor) -> tuple[Tensor, ...]:
-            # The ticket is an input as the sources are: what is run again in the backward has its own.
-            here = None if fused is None else replace(fused, ticket=tensors[-1])
+            # The ticket goes in and out as sources do: what is run again in the backward has its own.
+            here = None if fused is None else fused.at(tensors[-1])
             known = dict(zip(used, tensors, strict=False))
             history = DepthHistory.after(self.table, first - 1, known, self.observer, here)
             for number in range(first, stop):
@@ -214,7 +216,7 @@ class RoutedStack(HybridStack):
                 with quantization(number):
                     output = run_layer(layer, layer.site(history))
                 layer.site.write(history, output)
-            return tuple(history.state(made).values())
+            return (*history.state(made).values(), *(() if here is None else (here.ticket,)))
 
         inputs = [*(state[name] for name in used), *(() if fused is None else (fused.ticket,))]
         # Reentrant checkpoints of inputs without gradients would drop the parameters' gradients in silence.
@@ -225,7 +227,9 @@ class RoutedStack(HybridStack):
             outputs = te_checkpoint(run, False, get_cuda_rng_tracker, self.pg_collection.tp, *inputs)
         else:
             outputs = checkpoint(run, False, *inputs)
-        known = state | dict(zip(made, outputs, strict=True))
+        if fused is not None:
+            fused.ticket = outputs[-1]
+        known = state | dict(zip(made, outputs, strict=False))
         return {name: known[name] for name in self.table.state_after(stop - 1)}
 
     def _quantization_contexts(

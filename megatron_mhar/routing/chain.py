@@ -3,8 +3,7 @@
 Read by read, every read of a source would send back a gradient of its own, to be added to the others by autograd in
 passes over memory. In a chain a read's backward only notes its output gradient; a source's gradient is formed once,
 just before its producer's backward is about to run, from the output gradients of all the sites that read it. Autograd
-sees every dependency: sources pass through :meth:`Chain.add` and into :meth:`Chain.read`, and the engine runs a node
-after all those that used what it made. Parameters get their gradients last, when all sources have.
+keeps the order, see :class:`Reader`. Parameters get their gradients last, when all sources have.
 
 A source is copied once, into the chain's buffer, where its statistic is taken; the tensor that it came in is free from
 then on. A chain serves one backward; any number of chains may be in flight, and parts of one may be run again in the
@@ -42,8 +41,54 @@ class SiteParameters(NamedTuple):
     null_source: Tensor | None = None
 
 
+class Reader:
+    """A forward's way through a chain; made by :func:`start`.
+
+    Each source and each read takes the ticket that the one before has left, and leaves one: so their backwards run in
+    the opposite order, however sublayers depend on each other, and a read needs no edge to each of its sources. The
+    first ticket depends on the sites' parameters, whose gradients come last.
+
+    Attributes:
+        ticket: `[0]`, what was left last. The chain, which is kept by autograd, does not keep it.
+    """
+
+    def __init__(self, chain: Chain, ticket: Tensor) -> None:
+        self._chain, self.ticket = chain, ticket
+
+    def at(self, ticket: Tensor) -> Reader:
+        """The same chain from another ticket on."""
+        return Reader(self._chain, ticket)
+
+    def add(self, row: int, source: Tensor) -> Tensor:
+        """Take a source `[..., d]` into ``row``; what is returned is used in place of it from here on.
+
+        Its values are there once a site has read it: whoever looks at them before calls :meth:`settle`. A source that
+        no site of the chain reads is none of its business.
+        """
+        local = self._chain.row.get(row)
+        if local is None:
+            return source
+        added: Tensor
+        added, self.ticket = _Add.apply(self._chain, local, source, self.ticket)
+        return added
+
+    def read(self, site: int) -> Tensor:
+        """Routed sources of ``site``, of their shape; the sources that the plan names have been added."""
+        routed: Tensor
+        routed, self.ticket = _Read.apply(self._chain, site, self.ticket)
+        return routed
+
+    def settle(self) -> None:
+        """Write the values of all sources that no site has read yet."""
+        self._chain.settle()
+
+
 class Chain:
-    """Sources and reads of one micro-batch on one stage; made by :func:`start`."""
+    """Sources and reads of one micro-batch on one stage, tensors in and out: what the kernels do, and in which order.
+
+    Attributes:
+        row: place of each of the plan's rows that is read here.
+    """
 
     def __init__(self, plan: ReadPlan, sites: dict[int, SiteParameters], grouped: bool) -> None:
         self.plan = plan
@@ -57,7 +102,7 @@ class Chain:
         # Rows that are read here, close together, and the sites that read each. Where rows are read in groups there are
         # no others before them, and they keep their numbers.
         rows = sorted({row for site in sites for row in plan.rows[site]})
-        self._row = {row: i for i, row in enumerate(rows)}
+        self.row = {row: i for i, row in enumerate(rows)}
         self._readers = [[site for site in plan.readers[row] if site in sites] for row in rows]
         self._buffers: _Buffers | None = None
         self._rows: set[int] = set()  # sources that have been added and not yet pulled
@@ -67,39 +112,17 @@ class Chain:
         self._site_block: _SiteBlock | None = None  # the block of sites that has read last
         self._row_blocks: dict[int, _RowBlock] = {}  # blocks of rows of which some have been pulled
 
-    def add(self, row: int, source: Tensor, ticket: Tensor) -> Tensor:
-        """Take a source `[..., d]` into ``row``; what is returned is used in place of it from here on.
-
-        Its values are there once a site has read it: whoever looks at them before calls :meth:`settle`. A source that
-        no site of this chain reads is none of its business.
-        """
-        if row not in self._row:
-            return source
-        added: Tensor = _Add.apply(self, self._row[row], source, ticket)
-        return added
-
-    def read(self, site: int, sources: Sequence[Tensor], ticket: Tensor) -> Tensor:
-        """Routed sources `[..., d]` of ``site``.
-
-        Args:
-            sources: what :meth:`add` gave for the rows that the plan names, in order.
-        """
-        routed: Tensor = _Read.apply(self, site, ticket, *sources)
-        return routed
-
     def settle(self) -> None:
-        """Write the values of all sources that no site has read yet."""
+        """See :meth:`Reader.settle`."""
         for row in list(self._waiting):
             self._take(row, self._waiting.pop(row))
 
-    # What the kernels do, tensors in and out.
-
-    def _add(self, row: int, source: Tensor) -> Tensor:
+    def add(self, row: int, source: Tensor) -> Tensor:
         if self._buffers is None:
-            self._buffers = _Buffers(self.plan, len(self._row), list(self._sites), source, keep=self._grouped)
+            self._buffers = _Buffers(self.plan, len(self.row), list(self._sites), source, keep=self._grouped)
         if row not in self._rows:  # else it is run again in the backward, and there already
             self._rows.add(row)
-            if self._row[self.plan.rows[self._readers[row][0]][-1]] == row:
+            if self.row[self.plan.rows[self._readers[row][0]][-1]] == row:
                 self._waiting[row] = source.contiguous()
             else:
                 self._take(row, source.contiguous())
@@ -111,11 +134,11 @@ class Chain:
             source, b.sources, b.inverse_rms, b.tokens, row, self.plan.eps, **b.tile, num_warps=b.num_warps
         )
 
-    def _read(self, site: int, like: Tensor) -> Tensor:
+    def read(self, site: int) -> Tensor:
         b, (query, norm_weight, null) = self._ready(), self._sites[site]
-        (prefix, start, total), last = self.plan.reads[site], self._row[self.plan.rows[site][-1]]
-        start = self._row.get(start, start)
-        out = torch.empty_like(like, memory_format=torch.contiguous_format)
+        (prefix, start, total), last = self.plan.reads[site], self.row[self.plan.rows[site][-1]]
+        start = self.row.get(start, start)
+        out = b.sources.new_empty(b.shape)
         newest = self._waiting.pop(last, None)
         older = site // b.span * b.span if self._grouped else 0  # rows that are read together with other sites
         mixed, lse = self._read_group(site) if older else (None, None)
@@ -154,7 +177,7 @@ class Chain:
             **(b.read_half_options if stop - start == HALF else b.read_group_options),
         )  # fmt: skip
 
-    def _note(self, site: int, out: Tensor, grad_out: Tensor) -> None:
+    def note(self, site: int, out: Tensor, grad_out: Tensor) -> None:
         self._ready()
         self._noted[site] = out, grad_out.contiguous()
         self._read_back.add(site)
@@ -167,7 +190,7 @@ class Chain:
             out, grad_out, b.grad_outs, b.coupling, b.tokens, site - b.base, **b.tile, num_warps=b.num_warps
         )
 
-    def _pull(self, row: int, grad: Tensor | None) -> Tensor | None:
+    def pull(self, row: int, grad: Tensor | None) -> Tensor | None:
         """Gradient of a source: ``grad``, which came to it from elsewhere, and that of all reads."""
         b = self._ready()
         self._rows.remove(row)
@@ -222,7 +245,7 @@ class Chain:
         assert block.later is not None
         kernels.pull_group[(b.tokens * self.plan.num_heads,)](
             b.sources, b.grad_outs, b.inverse_rms, *b.split_queries(self._sites), b.lse, b.coupling, *block.later,
-            block.tiles, b.tokens, row, min(stop_row, len(self._row)) - row, first // GROUP * GROUP - b.base,
+            block.tiles, b.tokens, row, min(stop_row, len(self.row)) - row, first // GROUP * GROUP - b.base,
             first - b.base, stop - b.base, block.first_site_block, block.num_site_blocks, GO_ON=go_on, **b.group_tile,
             **(b.pull_half_options if stop_row - row == HALF else b.pull_group_options),
         )  # fmt: skip
@@ -242,7 +265,7 @@ class Chain:
             H=heads, K=key, KP=columns, SITES=at_once, BLOCK=64, STAGES=3, num_warps=4,
         )  # fmt: skip
 
-    def _parameter_gradients(self) -> list[Tensor | None]:
+    def parameter_gradients(self) -> list[Tensor | None]:
         """Gradients of all sites' queries, norm weights and null sources, in order."""
         assert not self._rows, f"sources whose gradients have not been formed: {sorted(self._rows)}"
         b, grads = self._buffers, {}
@@ -340,7 +363,7 @@ class _Buffers:
         self.first_site, self.base = sites[0], sites[0] // GROUP * GROUP
         self.num_sites = sites[-1] + 1 - self.base
         assert sites == list(range(sites[0], sites[-1] + 1)), sites
-        self.heads = heads
+        self.heads, self.shape = heads, like.shape
         self.width = like.shape[-1]
         self.tokens = like.numel() // self.width
         self.tile = _tile(heads, self.width // heads)
@@ -434,25 +457,22 @@ def _tile(heads: int, key: int) -> dict[str, int]:
     return {"H": heads, "K": key, "HP": triton.next_power_of_2(heads), "K1": first // 2, "K2": second}
 
 
-def start(plan: ReadPlan, sites: dict[int, SiteParameters], *, grouped: bool = True) -> tuple[Chain, Tensor]:
-    """A chain, and the ticket that its sources and reads are called with.
+def start(plan: ReadPlan, sites: dict[int, SiteParameters], *, grouped: bool = True) -> Reader:
+    """Begin a chain.
 
     Args:
         plan: which site reads what.
         sites: parameters of the sites of this stage, by number.
         grouped: whether sites read older sources together where the plan allows it. The parameters of all sites must
             then be there when the first one reads.
-
-    Every read and every source depends on the ticket, and it on the sites' parameters: autograd forms their gradients
-    after all else. It is not kept by the chain, which is itself kept by autograd.
     """
     chain = Chain(plan, sites, grouped)
     given = [p for parameters in sites.values() for p in parameters if p is not None]
-    return chain, _Parameters.apply(chain, *given)
+    return Reader(chain, _Parameters.apply(chain, *given))
 
 
 class _Parameters(torch.autograd.Function):
-    """Forward makes the ticket; backward runs last."""
+    """Forward makes the first ticket; backward runs last."""
 
     @staticmethod
     def forward(ctx: Any, chain: Chain, *parameters: Tensor) -> Tensor:
@@ -463,38 +483,39 @@ class _Parameters(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        grads = ctx.chain._parameter_gradients()
+        grads = ctx.chain.parameter_gradients()
         return (None, *(g if need else None for g, need in zip(grads, ctx.needs_input_grad[1:], strict=True)))
 
 
 class _Add(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, chain: Chain, row: int, source: Tensor, ticket: Tensor) -> Tensor:
+    def forward(ctx: Any, chain: Chain, row: int, source: Tensor, ticket: Tensor) -> tuple[Tensor, Tensor]:
         ctx.chain, ctx.row, ctx.shape = chain, row, source.shape
         ctx.set_materialize_grads(False)
-        return chain._add(row, source.detach())
+        return chain.add(row, source.detach()), ticket.new_empty(0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, Tensor | None, None]:
-        grad_source = ctx.chain._pull(ctx.row, grad)
+    def backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[None, None, Tensor | None, None]:
+        grad_source = ctx.chain.pull(ctx.row, grad)
         return None, None, None if grad_source is None else grad_source.view(ctx.shape), None
 
 
 class _Read(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, chain: Chain, site: int, ticket: Tensor, *sources: Tensor) -> Tensor:
-        ctx.chain, ctx.site, ctx.count = chain, site, len(sources)
-        out = chain._read(site, sources[0])
+    def forward(ctx: Any, chain: Chain, site: int, ticket: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.chain, ctx.site = chain, site
+        ctx.set_materialize_grads(False)
+        out = chain.read(site)
         ctx.save_for_backward(out)
-        return out
+        return out, ticket.new_empty(0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[None, ...]:
+    def backward(ctx: Any, grad_out: Tensor | None, _: Tensor | None) -> tuple[None, ...]:
         (out,) = ctx.saved_tensors
-        ctx.chain._note(ctx.site, out, grad_out)
-        return (None,) * (3 + ctx.count)
+        ctx.chain.note(ctx.site, out, torch.zeros_like(out) if grad_out is None else grad_out)
+        return None, None, None
 
 
 def route_fused(
@@ -514,7 +535,9 @@ def route_fused(
         wide, shared = [shared[0].unsqueeze(0)], shared[1:]
         return route_fused([*wide, *shared], query, norm_weight, num_heads, eps).squeeze(0)
     wide += [source.to(like.dtype).expand_as(like) for source in shared[1:]]
-    chain, ticket = start(
+    reader = start(
         ReadPlan((tuple(range(len(wide))),), num_heads, eps), {0: SiteParameters(query, norm_weight, *shared[:1])}
     )
-    return chain.read(0, [chain.add(row, source, ticket) for row, source in enumerate(wide)], ticket)
+    for row, source in enumerate(wide):
+        reader.add(row, source)
+    return reader.read(0)

@@ -49,16 +49,16 @@ def parameters(sites, d, null, scale, dtype):
 def model(rows, sites, embedding, heads, fused, *, made, plain=route_reference):
     """A model whose sublayers are tanh: output, sources. ``made`` names the row that each output becomes."""
     plan = ReadPlan(rows, heads)
-    chain, ticket = start(plan, dict(enumerate(sites))) if fused else (None, None)
+    reader = start(plan, dict(enumerate(sites))) if fused else None
 
     def add(row, tensor):
-        return chain.add(row, tensor, ticket) if fused else tensor
+        return reader.add(row, tensor) if reader else tensor
 
     sources = {0: add(0, embedding)}
     for t, read in enumerate(rows):
         own = [sources[row] for row in read]
-        if fused:
-            h = chain.read(t, own, ticket)
+        if reader:
+            h = reader.read(t)
         else:
             query, norm_weight, null = sites[t]
             h = plain(([] if null is None else [null]) + own, query, norm_weight, heads, plan.eps)
