@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_mhar.routing import through_gate
 from megatron_mhar.routing.chain import SiteParameters
 from megatron_mhar.routing.plan import ReadPlan
 
@@ -148,11 +149,10 @@ class PaperReads:
         added: Tensor = _Add.apply(self, row, source)
         return added
 
-    def read(self, site: int, sources: Sequence[Tensor]) -> Tensor:
-        """Routed sources `[T, d]` of a site, of what :meth:`add` gave."""
-        query, norm_weight, null = self.sites[site]
-        routed: Tensor = _Read.apply(self, site, query, norm_weight, null, *sources)
-        return routed
+    def read(self, site: int, sources: Sequence[Tensor], stream: Tensor | None) -> Tensor:
+        """Routed sources `[T, d]` of a site, of what :meth:`add` gave; through its gate if there is a stream."""
+        query, norm_weight, null, gate = self.sites[site]
+        return through_gate(_Read.apply(self, site, query, norm_weight, null, *sources), gate, stream)
 
     def fresh(self, site: int) -> int:
         """Of the rows that a site reads, how many have been given a gradient when its backward runs."""

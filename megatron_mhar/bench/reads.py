@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_mhar.depth.residual import DELTA
 from megatron_mhar.depth.sites import NULL, DepthTable
-from megatron_mhar.routing.api import BACKENDS
+from megatron_mhar.routing.api import BACKENDS, through_gate
 from megatron_mhar.routing.chain import SiteParameters, start
 from megatron_mhar.routing.plan import ReadPlan
 from megatron_mhar.routing.reference import route_reference
@@ -79,8 +79,8 @@ class Reader(Protocol):
     def add(self, row: int, source: Tensor) -> Tensor:
         """Take a source `[T, d]`; what is returned stands for it from here on."""
 
-    def read(self, site: int, sources: Sequence[Tensor]) -> Tensor:
-        """Routed sources `[T, d]` of what :meth:`add` gave."""
+    def read(self, site: int, sources: Sequence[Tensor], stream: Tensor | None) -> Tensor:
+        """Routed sources `[T, d]` of what :meth:`add` gave; through the site's gate if there is a stream."""
 
 
 class Inputs:
@@ -101,10 +101,10 @@ class Inputs:
                 (self._random(width) * spread).requires_grad_(),
                 (1 + 0.2 * self._random(width)).requires_grad_(),
                 self._random(width).requires_grad_() if case.has_null else None,
+                (1 + 0.2 * self._random(1)).requires_grad_() if case.has_gate else None,
             )
             for site in range(sites)
         }
-        self.gates = [(1 + 0.2 * self._random(1)).requires_grad_() for _ in range(sites)] if case.has_gate else []
         self.root = torch.zeros((), device=device, requires_grad=True)  # what the embedding is made of
 
     @property
@@ -113,7 +113,9 @@ class Inputs:
         kinds = {"query": [p.query for p in self.sites.values()], "norm": [p.norm_weight for p in self.sites.values()]}
         if self.case.has_null:
             kinds["null"] = [p.null_source for p in self.sites.values() if p.null_source is not None]
-        return kinds | ({"gate": self.gates} if self.gates else {})
+        if self.case.has_gate:
+            kinds["gate"] = [p.gate for p in self.sites.values() if p.gate is not None]
+        return kinds
 
     def keep_gradients_of(self, tokens: Tensor) -> None:
         """Make the output gradients of all other tokens zero: sums over tokens are then sums over these."""
@@ -176,9 +178,7 @@ def run(algorithm: Algorithm, inputs: Inputs, *, backward: bool, record: Record 
     sources = {case.made_after[-1]: source(case.made_after[-1], (), [inputs.root])}
     open_sites: dict[int, Tensor] = {}  # outputs that no source has been made of yet
     for site, rows in enumerate(case.plan.rows):
-        out = reader.read(site, [sources[row] for row in rows])
-        if inputs.stream is not None:
-            out = torch.addcmul(inputs.stream, inputs.gates[site], out)
+        out = reader.read(site, [sources[row] for row in rows], inputs.stream)
         if record is not None:
             record.outs[site] = out.detach().index_select(0, record.tokens)
         open_sites[site] = out
@@ -207,8 +207,8 @@ class _Chain:
     def add(self, row: int, source: Tensor) -> Tensor:
         return self._reader.add(row, source)
 
-    def read(self, site: int, sources: Sequence[Tensor]) -> Tensor:
-        return self._reader.read(site)
+    def read(self, site: int, sources: Sequence[Tensor], stream: Tensor | None) -> Tensor:
+        return self._reader.read(site, stream)
 
 
 def fused(inputs: Inputs) -> Reader:
@@ -230,12 +230,12 @@ class SiteBySite:
         """The source itself."""
         return source
 
-    def read(self, site: int, sources: Sequence[Tensor]) -> Tensor:
-        """Routed sources `[T, d]`."""
-        query, norm_weight, null = self._inputs.sites[site]
+    def read(self, site: int, sources: Sequence[Tensor], stream: Tensor | None) -> Tensor:
+        """Routed sources `[T, d]`, through the site's gate if there is a stream."""
+        query, norm_weight, null, gate = self._inputs.sites[site]
         plan = self._inputs.case.plan
         each = sources if null is None else [null, *sources]
-        return self._call(each, query, norm_weight, plan.num_heads, plan.eps)
+        return through_gate(self._call(each, query, norm_weight, plan.num_heads, plan.eps), gate, stream)
 
 
 def plain(inputs: Inputs) -> Reader:
@@ -305,14 +305,13 @@ def reference(inputs: Inputs, tokens: Tensor) -> Record:
     sources = [leaf(row[tokens]) for row in inputs.sources]
     grads: dict[str, list[Tensor]] = {kind: [] for kind in inputs.parameters}
     for site, rows in enumerate(case.plan.rows):
-        query, norm_weight, null = (None if p is None else leaf(p) for p in inputs.sites[site])
+        query, norm_weight, null, gate = (None if p is None else leaf(p) for p in inputs.sites[site])
         assert query is not None and norm_weight is not None
         read = [*([] if null is None else [null]), *(sources[row] for row in rows)]
         out = route_reference(read, query, norm_weight, case.plan.num_heads, case.plan.eps)
-        own = {"query": query, "norm": norm_weight} | ({} if null is None else {"null": null})
-        if inputs.stream is not None:
-            own["gate"] = leaf(inputs.gates[site])
-            out = inputs.stream[tokens].double() + own["gate"] * out
+        out = through_gate(out, gate, None if inputs.stream is None else inputs.stream[tokens].double())
+        given = {"query": query, "norm": norm_weight, "null": null, "gate": gate}
+        own = {kind: parameter for kind, parameter in given.items() if parameter is not None}
         record.outs[site] = out.detach()
         out.backward(inputs.grad_outs[site, tokens].double())
         for kind, parameter in own.items():

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megatron_mhar.depth.history import DepthHistory
 from megatron_mhar.depth.residual import DELTA, ROUTED, ResidualConfig
-from megatron_mhar.routing import route
+from megatron_mhar.routing import route, through_gate
 
 
 class Site(nn.Module):
@@ -65,21 +65,16 @@ class RoutingSite(Site):
             history.observer(site, sources, self.query, self.norm_weight)
         shared = self.null_source is not None
         if history.fused is not None and len(sources) > shared:  # the released form's first site reads null alone
-            routed = history.fused.read(site)
-        else:
-            routed = route(
-                sources,
-                self.query,
-                self.norm_weight,
-                num_heads=self.residual.num_heads,
-                eps=self.residual.eps,
-                backend=self.residual.backend,
-            )
-        if self.gate is None:
-            return routed
-        assert history.stream is not None
-        # One rounding; a zero gate leaves the stream's bits as they are.
-        return torch.addcmul(history.stream, self.gate, routed)
+            return history.fused.read(site, None if self.gate is None else history.stream)
+        routed = route(
+            sources,
+            self.query,
+            self.norm_weight,
+            num_heads=self.residual.num_heads,
+            eps=self.residual.eps,
+            backend=self.residual.backend,
+        )
+        return through_gate(routed, self.gate, history.stream)
 
 
 class HyperConnectionSite(Site):

@@ -176,7 +176,7 @@ class RoutedStack(HybridStack):
         sites = {self.first_sublayer + i: layer.site for i, layer in enumerate(self.layers)}
         if hasattr(self, "final_site"):
             sites[self.table.num_sublayers] = self.final_site
-        parameters = {t: SiteParameters(s.query, s.norm_weight, s.null_source) for t, s in sites.items()}
+        parameters = {t: SiteParameters(s.query, s.norm_weight, s.null_source, s.gate) for t, s in sites.items()}
         if not parameters:
             return None
         # A parameter that is still being gathered arrives when its own module is called, see DDP's forward pre-hooks.

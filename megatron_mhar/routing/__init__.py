@@ -17,6 +17,7 @@ _HOMES = {
     "depth_weights": "megatron_mhar.routing.reference",
     "resolve_backend": "megatron_mhar.routing.api",
     "route": "megatron_mhar.routing.api",
+    "through_gate": "megatron_mhar.routing.api",
 }
 __all__ = sorted(_HOMES)
 

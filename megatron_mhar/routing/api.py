@@ -98,3 +98,14 @@ def _check(sources: Sequence[Tensor] | Tensor, query: Tensor, norm_weight: Tenso
         )
     if len({s.dtype for s in sources if s.dim() != 1}) > 1:
         raise ValueError(f"sources must have one dtype: {', '.join(str(s.dtype) for s in sources)} given")
+
+
+def through_gate(routed: Tensor, gate: Tensor | None, stream: Tensor | None) -> Tensor:
+    """What a sublayer reads of routed sources `[..., d]`: themselves, or in the delta form stream + gate * routed.
+
+    Rounded once: a gate `[1]` of zero leaves the stream's bits as they are.
+    """
+    if gate is None:
+        return routed
+    assert stream is not None, "a gate goes with a stream"
+    return torch.addcmul(stream, gate, routed)

@@ -34,11 +34,12 @@ _NULL_TOKENS = 32  # a program of the null sources' kernel, which goes through t
 
 
 class SiteParameters(NamedTuple):
-    """Parameters `[d]` of one site."""
+    """Parameters of one site, `[d]`; the gate is `[1]`."""
 
     query: Tensor
     norm_weight: Tensor
     null_source: Tensor | None = None
+    gate: Tensor | None = None
 
 
 class Reader:
@@ -72,11 +73,15 @@ class Reader:
         added, self.ticket = _Add.apply(self._chain, local, source, self.ticket)
         return added
 
-    def read(self, site: int) -> Tensor:
-        """Routed sources of ``site``, of their shape; the sources that the plan names have been added."""
-        routed: Tensor
-        routed, self.ticket = _Read.apply(self._chain, site, self.ticket)
-        return routed
+    def read(self, site: int, stream: Tensor | None = None) -> Tensor:
+        """Routed sources of ``site``, of their shape; the sources that the plan names have been added.
+
+        Args:
+            stream: given where the site has a gate: what comes back is then stream + gate * routed sources.
+        """
+        out: Tensor
+        out, self.ticket = _Read.apply(self._chain, site, self.ticket, stream)
+        return out
 
     def settle(self) -> None:
         """Write the values of all sources that no site has read yet."""
@@ -134,22 +139,26 @@ class Chain:
             source, b.sources, b.inverse_rms, b.tokens, row, self.plan.eps, **b.tile, num_warps=b.num_warps
         )
 
-    def read(self, site: int) -> Tensor:
-        b, (query, norm_weight, null) = self._ready(), self._sites[site]
+    def read(self, site: int, stream: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Routed sources, and what goes on to the sublayer: the same without a gate."""
+        b, (query, norm_weight, null, gate) = self._ready(), self._sites[site]
+        assert (stream is None) == (gate is None), f"site {site}: a gate goes with a stream"
         (prefix, start, total), last = self.plan.reads[site], self.row[self.plan.rows[site][-1]]
         start = self.row.get(start, start)
         out = b.sources.new_empty(b.shape)
+        gated = out if stream is None else torch.empty_like(out)
         newest = self._waiting.pop(last, None)
         older = site // b.span * b.span if self._grouped else 0  # rows that are read together with other sites
         mixed, lse = self._read_group(site) if older else (None, None)
         kernels.read[(b.tokens,)](
-            b.sources, b.inverse_rms, newest, query, norm_weight, null, mixed, lse, out, b.scaled_queries, b.lse,
+            b.sources, b.inverse_rms, newest, query, norm_weight, null, gate,
+            None if stream is None else stream.contiguous(), mixed, lse, out, gated, b.scaled_queries, b.lse,
             b.logits, b.tokens, site - b.base, 0 if older else prefix, older if older else start - prefix,
             total - older - 1, self.plan.eps,
-            HAS_NEWEST=newest is not None, HAS_NULL=null is not None, HAS_OLDER=older > 0, KEEP=b.logits is not None,
-            SPAN=b.span, **b.tile, **b.read_options,
+            HAS_NEWEST=newest is not None, HAS_NULL=null is not None, HAS_GATE=gate is not None, HAS_OLDER=older > 0,
+            KEEP=b.logits is not None, SPAN=b.span, **b.tile, **b.read_options,
         )  # fmt: skip
-        return out
+        return out, gated
 
     def _read_group(self, site: int) -> tuple[Tensor, Tensor]:
         """What the sites of a block read of older rows; made for all of them, or half, when the first one asks."""
@@ -186,9 +195,12 @@ class Chain:
         """Take in the output gradient of a site."""
         b = self._ready()
         out, grad_out = self._noted.pop(site)
+        gate = self._sites[site].gate
         kernels.couple[(b.tokens,)](
-            out, grad_out, b.grad_outs, b.coupling, b.tokens, site - b.base, **b.tile, num_warps=b.num_warps
-        )
+            out, grad_out, gate, b.grad_outs, b.coupling, None if gate is None else b.grad_gates, b.tokens,
+            site - b.base,
+            HAS_GATE=gate is not None, **b.tile, num_warps=b.num_warps,
+        )  # fmt: skip
 
     def pull(self, row: int, grad: Tensor | None) -> Tensor | None:
         """Gradient of a source: ``grad``, which came to it from elsewhere, and that of all reads."""
@@ -213,15 +225,17 @@ class Chain:
         if stop < last:
             self._pull_group(block, row, first, last)
         out, grad_out = self._noted.pop(first) if own else (None, None)
+        gate = self._sites[first].gate
         later, radial = block.later if stop < last and block.later else (None, None)
         grad_source = torch.empty_like(b.sources[row])
         queries = b.split_queries(self._sites)[0] if self._grouped else b.scaled_queries
         kernels.pull[(triton.cdiv(b.tokens, b.pull_tokens),)](
-            b.sources, None if grad is None else grad.contiguous(), grad_source, out, grad_out, b.grad_outs,
-            b.inverse_rms, queries, b.lse, b.coupling, b.logits, later, radial, block.tiles, block.readers,
-            b.tokens, row, first - b.base, stop - b.base, last - b.base, block.first_site_block, block.num_site_blocks,
-            HAS_GRAD=grad is not None, HAS_OUT=own, HAS_LATER=stop < last, KEPT=b.logits is not None, SPAN=b.span,
-            **b.tile, TOKENS=b.pull_tokens, **b.pull_options,
+            b.sources, None if grad is None else grad.contiguous(), grad_source, out, grad_out, gate, b.grad_outs,
+            b.inverse_rms, queries, b.lse, b.coupling, None if gate is None else b.grad_gates, b.logits, later, radial,
+            block.tiles, block.readers, b.tokens, row, first - b.base, stop - b.base, last - b.base,
+            block.first_site_block, block.num_site_blocks,
+            HAS_GRAD=grad is not None, HAS_OUT=own, HAS_GATE=gate is not None, HAS_LATER=stop < last,
+            KEPT=b.logits is not None, SPAN=b.span, **b.tile, TOKENS=b.pull_tokens, **b.pull_options,
         )  # fmt: skip
         self._close_block(row // GROUP)
         return grad_source
@@ -281,14 +295,17 @@ class Chain:
                 grad_nulls, from_nulls = self._null_gradients(queries * norm_weights)
                 u = u + from_nulls
             grad_queries, grad_norms = (u * norm_weights).to(like.query.dtype), (u * queries).to(like.norm_weight.dtype)
+            grad_gates = None if like.gate is None else b.grad_gates.sum((1, 2)).to(like.gate.dtype)[first - b.base :]
             for site in self._read_back:
-                null = None if grad_nulls is None else grad_nulls[site - first]
-                grads[site] = (grad_queries[site - first], grad_norms[site - first], null)
+                i = site - first
+                null = None if grad_nulls is None else grad_nulls[i]
+                gate = None if grad_gates is None else grad_gates[i : i + 1]
+                grads[site] = (grad_queries[i], grad_norms[i], null, gate)
         self._buffers = self._site_block = None
         return [
             gradient
             for site, parameters in self._sites.items()
-            for gradient, p in zip(grads.get(site, (None, None, None)), parameters, strict=True)
+            for gradient, p in zip(grads.get(site, (None,) * 4), parameters, strict=True)
             if p is not None
         ]
 
@@ -443,6 +460,11 @@ class _Buffers:
         return torch.empty_like(self.lse)
 
     @cached_property
+    def grad_gates(self) -> Tensor:
+        """Products of what came back to gates with the outputs, parts of the gates' gradients, `[sites, T, H]`."""
+        return torch.empty_like(self.lse)
+
+    @cached_property
     def partial(self) -> Tensor:
         """u of every site over each part of the tokens, `[parts, sites, d]`."""
         return torch.zeros((self.parts, self.num_sites, self.width), dtype=torch.float32, device=self.sources.device)
@@ -503,19 +525,19 @@ class _Add(torch.autograd.Function):
 
 class _Read(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, chain: Chain, site: int, ticket: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, chain: Chain, site: int, ticket: Tensor, stream: Tensor | None) -> tuple[Tensor, Tensor]:
         ctx.chain, ctx.site = chain, site
         ctx.set_materialize_grads(False)
-        out = chain.read(site)
-        ctx.save_for_backward(out)
+        routed, out = chain.read(site, None if stream is None else stream.detach())
+        ctx.save_for_backward(routed)
         return out, ticket.new_empty(0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor | None, _: Tensor | None) -> tuple[None, ...]:
-        (out,) = ctx.saved_tensors
-        ctx.chain.note(ctx.site, out, torch.zeros_like(out) if grad_out is None else grad_out)
-        return None, None, None
+    def backward(ctx: Any, grad_out: Tensor | None, _: Tensor | None) -> tuple[None, None, None, Tensor | None]:
+        (routed,) = ctx.saved_tensors
+        ctx.chain.note(ctx.site, routed, torch.zeros_like(routed) if grad_out is None else grad_out)
+        return None, None, None, grad_out if ctx.needs_input_grad[3] else None
 
 
 def route_fused(

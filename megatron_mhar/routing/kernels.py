@@ -123,18 +123,19 @@ def _program(turn):
 
 @triton.jit(do_not_specialize=NUMBERS)
 def read(
-    sources, inverse_rms, newest, query, norm_weight, null, older, older_lse, out, scaled_query, lse, logits,
-    tokens, site, prefix, skip, count, eps,
-    HAS_NEWEST: tl.constexpr, HAS_NULL: tl.constexpr, HAS_OLDER: tl.constexpr, KEEP: tl.constexpr,
-    SPAN: tl.constexpr, H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
-    STAGES: tl.constexpr,
+    sources, inverse_rms, newest, query, norm_weight, null, gate, stream, older, older_lse, out, gated, scaled_query,
+    lse, logits, tokens, site, prefix, skip, count, eps,
+    HAS_NEWEST: tl.constexpr, HAS_NULL: tl.constexpr, HAS_GATE: tl.constexpr, HAS_OLDER: tl.constexpr,
+    KEEP: tl.constexpr, SPAN: tl.constexpr, H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr, K1: tl.constexpr,
+    K2: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One site's read of ``count + 1`` rows by online softmax, the last one first.
 
     They are the rows 0 to ``prefix - 1``, and others ``skip`` further on. With ``HAS_NEWEST`` the last one is not there
     yet: it is taken in on the way, as :func:`add` does.
     With ``HAS_OLDER`` what :func:`read_group` has made of older rows is one source more. With ``KEEP`` the logits go
-    to ``logits`` `[pairs, T, H]`, for :func:`pull`.
+    to ``logits`` `[pairs, T, H]`, for :func:`pull`. With ``HAS_GATE`` ``gated`` gets stream + gate * out, rounded
+    once: a gate of zero leaves the stream's bits.
     """
     token = _program(site)
     D: tl.constexpr = H * K
@@ -183,8 +184,15 @@ def read(
             tl.store(logits + _pair(site, row, SPAN) * tokens * H + statistic, logit, mask=head < H)
         top, total, mixed1, mixed2 = _merge(top, total, mixed1, mixed2, logit, x1, x2)
     scale = (1 / total)[:, None]
-    tl.store(out + base + at1, (mixed1 * scale).to(out.dtype.element_ty), mask=there1)
-    tl.store(out + base + at2, (mixed2 * scale).to(out.dtype.element_ty), mask=there2)
+    mixed1 *= scale
+    mixed2 *= scale
+    tl.store(out + base + at1, mixed1.to(out.dtype.element_ty), mask=there1)
+    tl.store(out + base + at2, mixed2.to(out.dtype.element_ty), mask=there2)
+    if HAS_GATE:
+        strength = tl.load(gate).to(tl.float32)
+        x1, x2 = _load(stream + base, at1, there1, at2, there2)
+        tl.store(gated + base + at1, (x1 + strength * mixed1).to(out.dtype.element_ty), mask=there1)
+        tl.store(gated + base + at2, (x2 + strength * mixed2).to(out.dtype.element_ty), mask=there2)
     tl.store(lse + site.to(tl.int64) * tokens * H + statistic, top + tl.log2(total), mask=head < H)
 
 
@@ -267,10 +275,13 @@ def read_group(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def couple(
-    out, grad_out, grad_outs, coupling, tokens, site,
-    H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
+    out, grad_out, gate, grad_outs, coupling, grad_gate, tokens, site,
+    HAS_GATE: tl.constexpr, H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
 ):  # fmt: skip
-    """Take in a site's output gradient, and its product with the output, a head."""
+    """Take in a site's output gradient, and its product with the output, a head.
+
+    With ``HAS_GATE`` it is that of what came out of the gate; the gate's own goes to ``grad_gate`` `[T, H]`, in parts.
+    """
     token = tl.program_id(0)
     D: tl.constexpr = H * K
     head, at1, there1, at2, there2 = _tiles(H, K, HP, K1, K2)
@@ -278,6 +289,12 @@ def couple(
     x1, x2 = _load(out + base, at1, there1, at2, there2)
     g1 = tl.load(grad_out + base + at1, mask=there1, other=0.0)
     g2 = tl.load(grad_out + base + at2, mask=there2, other=0.0)
+    if HAS_GATE:
+        part = _dot(x1, x2, g1.to(tl.float32), g2.to(tl.float32))
+        tl.store(grad_gate + (site.to(tl.int64) * tokens + token) * H + head, part, mask=head < H)
+        strength = tl.load(gate).to(tl.float32)
+        g1 = (g1 * strength).to(g1.dtype)
+        g2 = (g2 * strength).to(g2.dtype)
     place = (site.to(tl.int64) * tokens + token) * D
     tl.store(grad_outs + place + at1, g1, mask=there1)
     tl.store(grad_outs + place + at2, g2, mask=there2)
@@ -314,9 +331,9 @@ def _pull(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def pull(
-    sources, grad, grad_source, out, grad_out, grad_outs, inverse_rms, scaled_query, lse, coupling, logits, later,
-    later_radial, tiles, readers, tokens, row, first, stop, last, first_block, num_blocks,
-    HAS_GRAD: tl.constexpr, HAS_OUT: tl.constexpr, HAS_LATER: tl.constexpr, KEPT: tl.constexpr,
+    sources, grad, grad_source, out, grad_out, gate, grad_outs, inverse_rms, scaled_query, lse, coupling, grad_gate,
+    logits, later, later_radial, tiles, readers, tokens, row, first, stop, last, first_block, num_blocks,
+    HAS_GRAD: tl.constexpr, HAS_OUT: tl.constexpr, HAS_GATE: tl.constexpr, HAS_LATER: tl.constexpr, KEPT: tl.constexpr,
     SPAN: tl.constexpr, H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
     TOKENS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -362,6 +379,12 @@ def pull(
         o1, o2 = _load(out, base1, in1, base2, in2)
         g1 = tl.load(grad_out + base1, mask=in1, other=0.0)
         g2 = tl.load(grad_out + base2, mask=in2, other=0.0)
+        if HAS_GATE:
+            part = tl.sum(o1 * g1.to(tl.float32), 2) + tl.sum(o2 * g2.to(tl.float32), 2)
+            tl.store(grad_gate + first * heads + statistic, part, mask=in_heads)
+            strength = tl.load(gate).to(tl.float32)
+            g1 = (g1 * strength).to(g1.dtype)
+            g2 = (g2 * strength).to(g2.dtype)
         tl.store(grad_outs + first * size + base1, g1, mask=in1)
         tl.store(grad_outs + first * size + base2, g2, mask=in2)
         g1 = g1.to(tl.float32)

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from megatron_mhar.routing import resolve_backend, route
+from megatron_mhar.routing import resolve_backend, route, through_gate
 from megatron_mhar.routing.chain import SiteParameters, start
 from megatron_mhar.routing.eager import route_eager
 from megatron_mhar.routing.plan import ReadPlan, Reads
@@ -35,12 +35,13 @@ def random(*shape, seed, scale=1.0, dtype=torch.float32):
     return (torch.randn(*shape, generator=g) * scale).to(DEVICE, dtype)
 
 
-def parameters(sites, d, null, scale, dtype):
+def parameters(sites, d, null, scale, dtype, gate=False):
     return [
         SiteParameters(
             random(d, seed=3 * t, scale=scale, dtype=dtype),
             1 + random(d, seed=3 * t + 1, scale=0.2, dtype=dtype),
             random(d, seed=3 * t + 2, dtype=dtype) if null else None,
+            random(1, seed=500 + t, dtype=dtype) if gate else None,
         )
         for t in range(sites)
     ]
@@ -57,11 +58,13 @@ def model(rows, sites, embedding, heads, fused, *, made, plain=route_reference):
     sources = {0: add(0, embedding)}
     for t, read in enumerate(rows):
         own = [sources[row] for row in read]
+        query, norm_weight, null, gate = sites[t]
+        stream = None if gate is None else embedding * 0.5
         if reader:
-            h = reader.read(t)
+            h = reader.read(t, stream)
         else:
-            query, norm_weight, null = sites[t]
             h = plain(([] if null is None else [null]) + own, query, norm_weight, heads, plan.eps)
+            h = through_gate(h, gate, stream)
         out = torch.tanh(h * 1.5) + 0.1 * h
         for row in made[t]:
             sources[row] = add(row, out)
@@ -99,33 +102,36 @@ def assert_close(found, expected, tolerance):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("null", [False, True])
-def test_a_chain_equals_the_reference(shape, null):
+@pytest.mark.parametrize("delta", [False, True], ids=["replacement", "delta"])
+def test_a_chain_equals_the_reference(shape, delta):
+    """Replacement, and the delta form: null sources, and gates that add to a stream."""
     count, tokens, d, heads = shape
-    sites = parameters(count, d, null, 2 * (heads / d) ** 0.5, torch.float32)
+    sites = parameters(count, d, delta, 2 * (heads / d) ** 0.5, torch.float32, gate=delta)
     embedding = random(tokens, d, seed=99)
-    given = dict(made=chained(count), extra=(0, count // 2))
-    truth, chain = (gradients(full(count), sites, embedding, heads, fused, **given) for fused in (False, True))
-    plain = gradients(full(count), sites, embedding, heads, False, plain=route_eager, **given)
+    assert_equals_reference(full(count), sites, embedding, heads, made=chained(count), extra=(0, count // 2))
+
+
+def assert_equals_reference(rows, sites, embedding, heads, **given):
+    truth, chain = (gradients(rows, sites, embedding, heads, fused, **given) for fused in (False, True))
+    plain = gradients(rows, sites, embedding, heads, False, plain=route_eager, **given)
     assert_close(chain[0], truth[0], EXACT)
     for true, found, other in zip([truth[1], *truth[2]], [chain[1], *chain[2]], [plain[1], *plain[2]], strict=True):
-        # Where softmaxes are sharp, fp32 itself is no better than 1e-5: then as good as plain fp32.
+        # Where softmaxes are sharp or sums cancel, fp32 itself is no better than 1e-5: then as good as plain fp32.
         if error(found, true) > 4 * error(other, true):
             assert_close(found, true, EXACT)
 
 
-def test_rows_of_blocks():
+@pytest.mark.parametrize("gate", [False, True])
+def test_rows_of_blocks(gate):
     """Closed blocks first, an open sum that one site reads: what the block forms give."""
     rows = ((0,), (0, 3), (0, 1), (0, 1, 4), (0, 1, 2))
     assert ReadPlan(rows, 2).reads == (
         Reads(1, 1, 1), Reads(1, 3, 2), Reads(2, 2, 2), Reads(2, 4, 3), Reads(3, 3, 3)
     )  # fmt: skip
     made = {0: (3,), 1: (1,), 2: (4,), 3: (2,), 4: ()}
-    sites = parameters(5, 24, True, 1.0, torch.float32)
+    sites = parameters(5, 24, True, 1.0, torch.float32, gate)
     embedding = random(2, 3, 24, seed=7)
-    one, other = (gradients(rows, sites, embedding, 2, fused, made=made) for fused in (False, True))
-    for found, expected in zip([*other[:2], *other[2]], [*one[:2], *one[2]], strict=True):
-        assert_close(found, expected, EXACT)
+    assert_equals_reference(rows, sites, embedding, 2, made=made)
 
 
 def test_large_and_zero_queries():
@@ -155,7 +161,7 @@ def test_bf16_is_within_two_roundings_of_the_truth(sources):
 @pytest.mark.parametrize("trainable", list(itertools.product([True, False], repeat=3)))
 def test_every_subset_frozen(trainable):
     embedding = random(4, 24, seed=1)
-    (query, norm, null), *rest = parameters(2, 24, True, 1.0, torch.float32)
+    (query, norm, null, _), *rest = parameters(2, 24, True, 1.0, torch.float32)
     found = []
     for fused in (False, True):
         leaves = [x.clone().requires_grad_(t) for x, t in zip((embedding, query, norm), trainable)]
