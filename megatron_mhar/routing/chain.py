@@ -24,12 +24,10 @@ from torch.autograd.function import once_differentiable
 
 from megatron_mhar.routing import kernels
 from megatron_mhar.routing.plan import ReadPlan
+from megatron_mhar.routing.schedule import GROUP, HALF, schedule
 
 LOG2_E = 1.4426950408889634
-GROUP: int = kernels.GROUP.value
-HALF = GROUP // 2
 _PARTS = 32  # of the tokens, in sums over them: enough programs to fill a GPU, few enough that partial sums cost little
-_WIDEST_GROUPED = 512  # channels of a head; a group's tiles of more do not fit into a program's registers
 _NULL_TOKENS = 32  # a program of the null sources' kernel, which goes through them one by one
 
 
@@ -103,7 +101,8 @@ class Chain:
             for site, parameters in sites.items()
         }
         key = next(iter(sites.values())).query.numel() // plan.num_heads
-        self._grouped = grouped and plan.grows_by_one and key <= _WIDEST_GROUPED
+        self._how = schedule(plan.num_heads, key)
+        self._grouped = grouped and plan.grows_by_one and self._how.groups
         # Rows that are read here, close together, and the sites that read each. Where rows are read in groups there are
         # no others before them, and they keep their numbers.
         rows = sorted({row for site in sites for row in plan.rows[site]})
@@ -124,7 +123,9 @@ class Chain:
 
     def add(self, row: int, source: Tensor) -> Tensor:
         if self._buffers is None:
-            self._buffers = _Buffers(self.plan, len(self.row), list(self._sites), source, keep=self._grouped)
+            self._buffers = _Buffers(
+                self.plan, len(self.row), list(self._sites), source, self._how.span if self._grouped else None
+            )
         if row not in self._rows:  # else it is run again in the backward, and there already
             self._rows.add(row)
             if self.row[self.plan.rows[self._readers[row][0]][-1]] == row:
@@ -134,21 +135,22 @@ class Chain:
         return self._buffers.sources[row].view(source.shape)
 
     def _take(self, row: int, source: Tensor) -> None:
-        b = self._ready()
+        b, how = self._ready(), self._how
         kernels.add[(b.tokens,)](
-            source, b.sources, b.inverse_rms, b.tokens, row, self.plan.eps, **b.tile, num_warps=b.num_warps
+            source, b.sources, b.inverse_rms, b.tokens, row, self.plan.eps, **how.tile, num_warps=how.num_warps
         )
 
     def read(self, site: int, stream: Tensor | None) -> tuple[Tensor, Tensor]:
         """Routed sources, and what goes on to the sublayer: the same without a gate."""
-        b, (query, norm_weight, null, gate) = self._ready(), self._sites[site]
+        b, how = self._ready(), self._how
+        query, norm_weight, null, gate = self._sites[site]
         assert (stream is None) == (gate is None), f"site {site}: a gate goes with a stream"
         (prefix, start, total), last = self.plan.reads[site], self.row[self.plan.rows[site][-1]]
         start = self.row.get(start, start)
         out = b.sources.new_empty(b.shape)
         gated = out if stream is None else torch.empty_like(out)
         newest = self._waiting.pop(last, None)
-        older = site // b.span * b.span if self._grouped else 0  # rows that are read together with other sites
+        older = site // how.span * how.span if self._grouped else 0  # rows that are read together with other sites
         mixed, lse = self._read_group(site) if older else (None, None)
         kernels.read[(b.tokens,)](
             b.sources, b.inverse_rms, newest, query, norm_weight, null, gate,
@@ -156,34 +158,34 @@ class Chain:
             b.logits, b.tokens, site - b.base, 0 if older else prefix, older if older else start - prefix,
             total - older - 1, self.plan.eps,
             HAS_NEWEST=newest is not None, HAS_NULL=null is not None, HAS_GATE=gate is not None, HAS_OLDER=older > 0,
-            KEEP=b.logits is not None, SPAN=b.span, **b.tile, **b.read_options,
+            KEEP=b.logits is not None, SPAN=how.span, **how.tile, **how.read,
         )  # fmt: skip
         return out, gated
 
     def _read_group(self, site: int) -> tuple[Tensor, Tensor]:
         """What the sites of a block read of older rows; made for all of them, or half, when the first one asks."""
-        b, number = self._ready(), site // GROUP
+        b, how, number = self._ready(), self._how, site // GROUP
         if self._site_block is None or self._site_block.number != number:
             self._site_block = None  # its memory is free for the next
             self._site_block = _SiteBlock(number, b.new_group(), b.new_group_statistic(), halved=False)
             if number:
                 self._read_rows(self._site_block, 0, 0, number * GROUP)
         block = self._site_block
-        if b.span == HALF and site % GROUP >= HALF and not block.halved:
+        if how.span == HALF and site % GROUP >= HALF and not block.halved:
             self._read_rows(block, HALF, number * GROUP, number * GROUP + HALF)
             block.halved = True
         return block.mixed, block.lse
 
     def _read_rows(self, block: _SiteBlock, skipped: int, start: int, stop: int) -> None:
         """Rows ``start`` to ``stop - 1``, as the sites of a block read them but for the first ``skipped``."""
-        b, base = self._ready(), block.number * GROUP
+        b, how, base = self._ready(), self._how, block.number * GROUP
         # A chain of one pipeline stage may begin within a block; the slots of a block's sites are always the same.
         sites = [site for site in range(base + skipped, base + GROUP) if site in self._sites]
         skipped = sites[0] - base
         kernels.read_group[(b.tokens * self.plan.num_heads,)](
             b.sources, b.inverse_rms, *b.split_queries(self._sites), block.mixed[skipped:], block.lse[..., skipped:],
-            b.tokens, sites[0] - b.base, len(sites), start, stop, GO_ON=0 < start, **b.group_tile,
-            **(b.read_half_options if stop - start == HALF else b.read_group_options),
+            b.tokens, sites[0] - b.base, len(sites), start, stop, GO_ON=0 < start, **how.group_tile,
+            **(how.read_half if stop - start == HALF else how.read_group),
         )  # fmt: skip
 
     def note(self, site: int, out: Tensor, grad_out: Tensor) -> None:
@@ -193,18 +195,18 @@ class Chain:
 
     def _couple(self, site: int) -> None:
         """Take in the output gradient of a site."""
-        b = self._ready()
+        b, how = self._ready(), self._how
         out, grad_out = self._noted.pop(site)
         gate = self._sites[site].gate
         kernels.couple[(b.tokens,)](
             out, grad_out, gate, b.grad_outs, b.coupling, None if gate is None else b.grad_gates, b.tokens,
             site - b.base,
-            HAS_GATE=gate is not None, **b.tile, num_warps=b.num_warps,
+            HAS_GATE=gate is not None, **how.tile, num_warps=how.num_warps,
         )  # fmt: skip
 
     def pull(self, row: int, grad: Tensor | None) -> Tensor | None:
         """Gradient of a source: ``grad``, which came to it from elsewhere, and that of all reads."""
-        b = self._ready()
+        b, how = self._ready(), self._how
         self._rows.remove(row)
         self._waiting.pop(row, None)
         sites = [site for site in self._readers[row] if site in self._read_back]
@@ -217,7 +219,7 @@ class Chain:
         if block is None:
             rows = self._readers[row // GROUP * GROUP : (row // GROUP + 1) * GROUP]
             block = self._row_blocks[row // GROUP] = _RowBlock(b, rows)
-        stop = min(last, (row // b.span + 1) * b.span) if self._grouped else last
+        stop = min(last, (row // how.span + 1) * how.span) if self._grouped else last
         own = first < stop and first in self._noted  # most often the first site's gradient has just come
         for site in sites:
             if site in self._noted and not (own and site == first):
@@ -229,49 +231,49 @@ class Chain:
         later, radial = block.later if stop < last and block.later else (None, None)
         grad_source = torch.empty_like(b.sources[row])
         queries = b.split_queries(self._sites)[0] if self._grouped else b.scaled_queries
-        kernels.pull[(triton.cdiv(b.tokens, b.pull_tokens),)](
+        kernels.pull[(triton.cdiv(b.tokens, how.pull_tokens),)](
             b.sources, None if grad is None else grad.contiguous(), grad_source, out, grad_out, gate, b.grad_outs,
             b.inverse_rms, queries, b.lse, b.coupling, None if gate is None else b.grad_gates, b.logits, later, radial,
             block.tiles, block.readers, b.tokens, row, first - b.base, stop - b.base, last - b.base,
             block.first_site_block, block.num_site_blocks,
             HAS_GRAD=grad is not None, HAS_OUT=own, HAS_GATE=gate is not None, HAS_LATER=stop < last,
-            KEPT=b.logits is not None, SPAN=b.span, **b.tile, TOKENS=b.pull_tokens, **b.pull_options,
+            KEPT=b.logits is not None, SPAN=how.span, **how.tile, TOKENS=how.pull_tokens, **how.pull,
         )  # fmt: skip
         self._close_block(row // GROUP)
         return grad_source
 
     def _pull_group(self, block: _RowBlock, row: int, first: int, last: int) -> None:
         """What later sites give to the rows of a block, or half; made for all of them when the first one asks."""
-        b, number = self._ready(), row // GROUP
+        b, how, number = self._ready(), self._how, row // GROUP
         middle, end = number * GROUP + HALF, (number + 1) * GROUP
         if block.later is None:
             block.later = b.new_group(), b.new_group_statistic()
             if last > end:
                 self._pull_rows(block, number * GROUP, end, max(first, end), last, go_on=False)
-        if b.span == HALF and row < middle and last > middle and not block.halved:
+        if how.span == HALF and row < middle and last > middle and not block.halved:
             if first < end:
                 self._pull_rows(block, number * GROUP, middle, max(first, middle), min(last, end), go_on=last > end)
             block.halved = True
 
     def _pull_rows(self, block: _RowBlock, row: int, stop_row: int, first: int, stop: int, *, go_on: bool) -> None:
         """What the sites ``first`` to ``stop - 1`` give to the rows from ``row`` on, to ``block.later``."""
-        b = self._ready()
+        b, how = self._ready(), self._how
         assert block.later is not None
         kernels.pull_group[(b.tokens * self.plan.num_heads,)](
             b.sources, b.grad_outs, b.inverse_rms, *b.split_queries(self._sites), b.lse, b.coupling, *block.later,
             block.tiles, b.tokens, row, min(stop_row, len(self.row)) - row, first // GROUP * GROUP - b.base,
-            first - b.base, stop - b.base, block.first_site_block, block.num_site_blocks, GO_ON=go_on, **b.group_tile,
-            **(b.pull_half_options if stop_row - row == HALF else b.pull_group_options),
+            first - b.base, stop - b.base, block.first_site_block, block.num_site_blocks, GO_ON=go_on, **how.group_tile,
+            **(how.pull_half if stop_row - row == HALF else how.pull_group),
         )  # fmt: skip
 
     def _close_block(self, number: int) -> None:
         """Once the last row of a block has been pulled: what the block gives to the queries' gradients."""
         if number not in self._row_blocks or any(row // GROUP == number for row in self._rows):
             return
-        b, block = self._ready(), self._row_blocks.pop(number)
+        b, how, block = self._ready(), self._how, self._row_blocks.pop(number)
         heads, sites = self.plan.num_heads, block.num_site_blocks * GROUP
         key = b.width // heads
-        columns = b.columns
+        columns = how.columns
         at_once = max(16, min(64, triton.next_power_of_2(sites)))
         kernels.query[(triton.cdiv(sites, at_once), heads * triton.cdiv(key, columns), b.parts)](
             b.sources, block.tiles, block.readers, b.partial, b.tokens, number * GROUP, block.first_site_block,
@@ -315,14 +317,14 @@ class Chain:
         Args:
             scaled: query * norm_weight of the sites, in fp32.
         """
-        b, heads, sites = self._ready(), self.plan.num_heads, len(self._sites)
+        b, how, heads, sites = self._ready(), self._how, self.plan.num_heads, len(self._sites)
         nulls = torch.stack([p.null_source for p in self._sites.values()])  # type: ignore[misc]
         parts = triton.cdiv(b.tokens, _NULL_TOKENS)
         mixed = torch.empty((sites, parts, b.width), dtype=torch.float32, device=nulls.device)
         grad_logit = torch.empty((sites, parts, heads), dtype=torch.float32, device=nulls.device)
         kernels.null[(parts, sites)](
             nulls, b.grad_outs, b.scaled_queries, b.lse, b.coupling, mixed, grad_logit, b.tokens,
-            b.first_site - b.base, _NULL_TOKENS, self.plan.eps, **b.tile, num_warps=b.num_warps,
+            b.first_site - b.base, _NULL_TOKENS, self.plan.eps, **how.tile, num_warps=how.num_warps,
         )  # fmt: skip
         x, dl = nulls.float(), grad_logit.sum(1)
         r = torch.rsqrt(x.square().mean(1, keepdim=True) + self.plan.eps)
@@ -374,7 +376,7 @@ class _RowBlock:
 class _Buffers:
     """What a chain's kernels share, once the shape of a source is known."""
 
-    def __init__(self, plan: ReadPlan, num_rows: int, sites: list[int], like: Tensor, *, keep: bool) -> None:
+    def __init__(self, plan: ReadPlan, num_rows: int, sites: list[int], like: Tensor, span: int | None) -> None:
         device, heads = like.device, plan.num_heads
         # Sites follow each other; kernels number them from the first block on of which there are any.
         self.first_site, self.base = sites[0], sites[0] // GROUP * GROUP
@@ -383,29 +385,6 @@ class _Buffers:
         self.heads, self.shape = heads, like.shape
         self.width = like.shape[-1]
         self.tokens = like.numel() // self.width
-        self.tile = _tile(heads, self.width // heads)
-        # Best of what was measured on an H200, at widths of 512 to 4,096. In the backward two tokens share what is
-        # loaded of the queries, as long as a program's registers hold both.
-        channels, key = self.tile["HP"] * self.tile["K1"], self.width // heads
-        self.num_warps = max(1, min(4, channels // 512))
-        self.span = HALF if 64 < key <= 256 else GROUP
-        self.pull_tokens = 2 if channels <= 1024 else 1
-        self.read_options: dict[str, Any] = {"STAGES": 3, "num_warps": 4 if channels > 1024 else 1}
-        pull_warps = self.num_warps if self.pull_tokens == 1 else 1 if key == 128 else 2
-        self.pull_options: dict[str, Any] = {"STAGES": 3, "num_warps": pull_warps}
-        self.group_tile = {k: max(16, v) if k == "K1" else v for k, v in self.tile.items() if k != "HP"}
-        # Few registers for many programs at a time, which is what hides memory's latency; but no spills.
-        one_warp = self.tile["K1"] <= 128
-        self.read_group_options: dict[str, Any] = {"STAGES": 3, "num_warps": 1 if one_warp else 8}
-        self.pull_group_options: dict[str, Any] = {"STAGES": 2, "num_warps": 1 if one_warp else 8}
-        self.read_half_options, self.pull_half_options = dict(self.read_group_options), dict(self.pull_group_options)
-        if one_warp:
-            self.read_group_options["maxnreg"] = 128 if key <= 128 else 168
-            self.pull_group_options["maxnreg"] = 128 if key <= 64 else 168
-            self.read_half_options |= {"STAGES": 1, "maxnreg": 168}
-        self.columns = min(
-            128 if self.width // heads > 160 else 256, max(16, triton.next_power_of_2(self.width // heads))
-        )
         self.tokens_a_part = max(64, triton.cdiv(self.tokens, _PARTS))
         self.parts = triton.cdiv(self.tokens, self.tokens_a_part)
         self._empty = partial(torch.empty, device=device)
@@ -414,9 +393,9 @@ class _Buffers:
         self.inverse_rms = fp32(num_rows, self.tokens)
         self.scaled_queries = fp32(self.num_sites, self.width)  # query * norm_weight * log2(e)
         self.lse = fp32(self.num_sites, self.tokens, heads)
-        # Of the pairs within spans: few enough to be kept.
-        pairs = triton.cdiv(self.num_sites, self.span) * (self.span * (self.span + 1) // 2)
-        self.logits = fp32(pairs, self.tokens, heads) if keep else None
+        # Of the pairs within spans, where rows are read in groups: few enough to be kept.
+        pairs = 0 if span is None else triton.cdiv(self.num_sites, span) * (span * (span + 1) // 2)
+        self.logits = fp32(pairs, self.tokens, heads) if pairs else None
         self._stacked: tuple[Tensor, Tensor] | None = None
         self._split: tuple[Tensor, Tensor] | None = None
 
@@ -468,15 +447,6 @@ class _Buffers:
     def partial(self) -> Tensor:
         """u of every site over each part of the tokens, `[parts, sites, d]`."""
         return torch.zeros((self.parts, self.num_sites, self.width), dtype=torch.float32, device=self.sources.device)
-
-
-def _tile(heads: int, key: int) -> dict[str, int]:
-    """Tiles that cover the channels of all heads: 160 as 128 + 32; one tile where that would not fit."""
-    first = triton.next_power_of_2(key)
-    second = key - first // 2
-    if first == key or second != triton.next_power_of_2(second):
-        return {"H": heads, "K": key, "HP": triton.next_power_of_2(heads), "K1": first, "K2": 1}
-    return {"H": heads, "K": key, "HP": triton.next_power_of_2(heads), "K1": first // 2, "K2": second}
 
 
 def start(plan: ReadPlan, sites: dict[int, SiteParameters], *, grouped: bool = True) -> Reader:

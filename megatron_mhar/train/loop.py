@@ -348,6 +348,11 @@ class Trainer:
     def _announce(self) -> None:
         residual = self.config.residual
         backend = resolve_backend(residual.backend, self.device)
+        if backend == "triton" and self._has_sites:
+            from megatron_mhar.routing.schedule import describe  # Triton is not everywhere
+
+            plan, width = self.pipeline.plan.table.read_plan, self.config.model.hidden_size
+            backend += f" ({describe(plan, width, grouped=not self.config.parallel.overlap_param_gather)})"
         layers = resolve_layers(self.config.model.layers)
         logger.info(
             "%s: %s, %s parameters on this rank, %s on %d ranks of %s; layers %s, routing backend %s",
