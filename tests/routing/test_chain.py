@@ -10,6 +10,7 @@ from megatron_mhar.routing.chain import SiteParameters, start
 from megatron_mhar.routing.eager import route_eager
 from megatron_mhar.routing.plan import ReadPlan, Reads
 from megatron_mhar.routing.reference import route_reference
+from megatron_mhar.routing.schedule import describe
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EXACT = 1e-5  # relative, in fp32
@@ -248,3 +249,17 @@ def test_without_a_gpu_it_is_refused(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match="needs Triton and a GPU"):
         resolve_backend("triton", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("sites", "width", "heads", "grouped", "words"),
+    [
+        (73, 1280, 8, True, "in groups of 16 sites, and in halves of them"),
+        (25, 512, 8, True, "in groups of 16 sites"),
+        (25, 512, 8, False, "site by site"),  # parameters that arrive one after the other
+        (9, 4096, 8, True, "site by site"),  # fewer sites than a group
+        (73, 1280, 1, True, "site by site"),  # a head too wide for a program
+    ],
+)
+def test_the_schedule_in_words(sites, width, heads, grouped, words):
+    assert describe(ReadPlan(full(sites), heads), width, grouped=grouped) == words
