@@ -81,7 +81,7 @@ def schedule(heads: int, key: int) -> Schedule:
 
 
 def describe(plan: ReadPlan, width: int, *, grouped: bool = True) -> str:
-    """In words, how the sites of ``plan`` read sources of ``width`` channels; for ``grouped`` see :func:`chain.start`."""
+    """In words, how sites read sources of ``width`` channels; see :func:`megatron_mhar.routing.chain.start`."""
     chosen = schedule(plan.num_heads, width // plan.num_heads)
     if not (grouped and plan.grows_by_one and chosen.groups and len(plan.rows) > chosen.span):
         return "site by site"
