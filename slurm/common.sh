@@ -18,12 +18,14 @@ set -euo pipefail
 : "${MHAR_INTERFACE:=}"                     # network interface of NCCL's and gloo's sockets; empty: their choice
 : "${MHAR_RANKS_PER_NODE:=}"                # empty: one a GPU
 : "${MHAR_RETRIES:=3}"                      # requeues in a row that bring no newer checkpoint, then the job gives up
+: "${MHAR_HEALTH_CHECK:=full}"              # of the nodes, before each start: full; quick (no all-reduce); off
+: "${MHAR_EXCLUDE_NODES:=2}"                # nodes found bad that a job may exclude and ask others for; then it gives up
 # ----------------------------------------------------------------------------------------------------------------------
 
 # Set by mhar submit: say what would be started and start nothing.
 : "${MHAR_RENDER:=}"
 
-export MHAR_ROOT MHAR_INTERFACE MHAR_RANKS_PER_NODE
+export MHAR_ROOT MHAR_INTERFACE MHAR_RANKS_PER_NODE MHAR_HEALTH_CHECK
 [ -n "$MHAR_INTERFACE" ] || unset MHAR_INTERFACE
 [ -n "$MHAR_RANKS_PER_NODE" ] || unset MHAR_RANKS_PER_NODE
 cd "$MHAR_ROOT"
@@ -65,7 +67,8 @@ on_one_node() {
 # Returns once the run is finished (its summary.json is the flag). If its ranks end before, the job is put back into the
 # queue and goes on from the newest complete checkpoint by the same command; it gives up after MHAR_RETRIES requeues in a
 # row without a newer checkpoint, and at once where a repetition would end the same (mhar's exit code 2: bad input, a
-# diverged loss, a full disk). Each start and end is a line in the log and in attempts.tsv of the run folder.
+# diverged loss, a full disk). Nodes that the health check finds bad are excluded from the next start, MHAR_EXCLUDE_NODES
+# at most. Each start and end is a line in the log and in attempts.tsv of the run folder.
 train() {
   local name=$1 config=$2 output=$MHAR_OUTPUT_DIR argument code reason restart=${SLURM_RESTART_COUNT:-0}
   shift 2
@@ -104,13 +107,14 @@ train() {
     exit 1
   fi
 
-  local notice="" ranks
+  local notice="" bad="" ranks
   "${command[@]}" &
   ranks=$!
   # srun passes it on to launch/node, and that to the ranks, which save and stop.
   trap 'notice=USR1; say "SIGUSR1: the time limit is near, the ranks save and stop"; kill -USR1 "$ranks"' USR1
-  # Slurm has told the ranks too.
-  trap 'notice=${notice:-TERM}; say "SIGTERM: Slurm ends this job, the ranks save and stop"' TERM
+  # Slurm has told the ranks too. It is told at once: Slurm kills this script if they take longer than its KillWait.
+  local cancelled="ended by Slurm (SIGTERM): cancelled, requeued by hand, preempted or out of time; the ranks save and stop"
+  trap '[ -n "$notice" ] || { notice=TERM; end "$cancelled"; }' TERM
   while true; do # a trapped signal ends the wait, not srun
     code=0
     wait "$ranks" || code=$?
@@ -125,7 +129,7 @@ train() {
   fi
   case $notice in
     TERM)
-      end "ended by Slurm (SIGTERM): cancelled, requeued by hand, preempted or out of time"
+      say "the ranks have ended, the newest checkpoint is of step $(newest_step)"
       exit 143
       ;;
     USR1)
@@ -142,14 +146,22 @@ train() {
         end "$reason; not requeued: it would end the same"
         exit 2
       fi
+      if [ -s "$MHAR_LOGS/bad-nodes" ]; then
+        bad=$(paste -s -d , "$MHAR_LOGS/bad-nodes")
+        if [ "$(bad_nodes | wc -l)" -gt "$MHAR_EXCLUDE_NODES" ]; then
+          end "$reason; gave up: MHAR_EXCLUDE_NODES allows $MHAR_EXCLUDE_NODES to be excluded"
+          exit 1
+        fi
+      fi
       ;;
   esac
   if [ "$(fruitless_starts)" -gt "$MHAR_RETRIES" ]; then
     end "$reason; gave up: $MHAR_RETRIES requeues brought no newer checkpoint than that of step $(newest_step)"
     exit 1
   fi
-  end "$reason; requeued, goes on from step $(newest_step)"
-  scontrol requeue "$SLURM_JOB_ID" || end "the requeue was refused: submit the same job file again to go on"
+  end "$reason; requeued${bad:+ without $bad}, goes on from step $(newest_step)"
+  requeue
+  [ -z "$bad" ] || exclude_bad_nodes # only a job that waits takes this, and it starts once this script has ended
   exit 1
 }
 
@@ -158,7 +170,7 @@ train() {
 # record EVENT TEXT: a line of attempts.tsv: time, event, job, restart, step of the newest complete checkpoint, text.
 record() {
   printf '%s\t%s\t%s\t%s\t%s\t%s\n' "$(date -u '+%Y-%m-%dT%H:%M:%SZ')" "$1" "$SLURM_JOB_ID" "$restart" \
-    "$(newest_step)" "${2//[$'\t\n\r']/ }" >>"$run_dir/attempts.tsv"
+    "$(newest_step)" "${2//[$'\t\n\r']/ }" >>"$run_dir/attempts.tsv" || true # a full disk; the log has it too
 }
 
 end() {
@@ -185,15 +197,41 @@ fruitless_starts() {
     '$2 == "start" && $3 == job && $5 == step { n++ } END { print n + 0 }' "$run_dir/attempts.tsv"
 }
 
-# "CODE REASON" of the rank that failed first, as the launch/node of each node has left it.
+# "CODE REASON" of the rank that failed first, as the launch/node of each node has left it in the logs or, where they
+# cannot be written, on this machine. What mhar refuses (code 2) comes first: it is no consequence of another's end.
 first_failure() {
-  local text
-  text=$(cat "$MHAR_LOGS"/node-*.end 2>/dev/null | sort -n | head -n 1)
+  local text elsewhere
+  elsewhere=${TMPDIR:-/tmp}/mhar-${MHAR_LOGS##*/}
+  text=$(cat "$MHAR_LOGS"/node-*.end "$elsewhere"/node-*.end 2>/dev/null | awk '{ print ($2 != 2), $0 }' |
+    sort -n -k 1,1 -k 2,2 | head -n 1)
+  rm -rf "$elsewhere"
   if [ -n "$text" ]; then
-    echo "${text#* }"
+    echo "${text#* * }"
   else
-    echo "1 srun ended with code $code and no node has said why: a node was lost, or the ranks were not started"
+    echo "$code srun ended with code $code and no node has said why: see above, or a node was lost"
   fi
+}
+
+requeue() {
+  local said
+  said=$(scontrol requeue "$SLURM_JOB_ID" 2>&1) && return
+  case $said in
+    *pending*) say "Slurm has requeued it already" ;; # for a lost node
+    *) end "the requeue was refused ($said): submit the same job file again to go on" ;;
+  esac
+}
+
+# Names of the nodes that were found bad at any start of this job, a line each.
+bad_nodes() { cat "$run_dir/logs/$SLURM_JOB_ID"-*/bad-nodes | sort -u; }
+
+# Ask for other nodes than the bad ones, and than those that the job was submitted without.
+exclude_bad_nodes() {
+  local without
+  without=$(scontrol --oneliner show job "$SLURM_JOB_ID" | grep -o 'ExcNodeList=[^ ]*' || true)
+  without=${without#ExcNodeList=}
+  without=${without/#(null)/}
+  scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=${without:+$without,}$(bad_nodes | paste -s -d ,)" ||
+    say "Slurm did not take it that $bad is to be excluded: the next start may meet it again"
 }
 
 render() {

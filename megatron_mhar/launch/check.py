@@ -60,6 +60,8 @@ def check_job(job: JobFile, *, gpu_gib: float) -> Findings:
             _check_layout(where, config, world, gpu_gib, found)
             if makes_data:
                 found.unchecked.append(f"{where}: data: the job itself makes some before it trains")
+            elif job.option("dependency") is not None:
+                found.unchecked.append(f"{where}: data: the job waits for others, which may make it")
             else:
                 _check_data(job, where, config, found)
     if not found.problems:  # asks the cluster: only for a job that may run

@@ -16,6 +16,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from megatron_mhar.errors import UserError
+from megatron_mhar.launch.health import level_of
 
 _DIRECTIVE = re.compile(r"#SBATCH\s+--([a-z-]+)(?:[=\s]\s*(\S.*?))?\s*(?:\s#.*)?$")
 _SITE_VARIABLE = re.compile(r'^: "\$\{(MHAR_\w+):=', re.MULTILINE)
@@ -153,7 +154,7 @@ class JobFile:
         found = []
         for command in commands:
             for place, word in enumerate(command):
-                if word.endswith("launch/node") and place + 1 < len(command):
+                if word.endswith("launch/node") and command[place + 1 : place + 2] not in ([], ["evaluate"]):
                     nodes = next((w for w in command[:place] if w.startswith("--nodes=")), f"--nodes={self.nodes}")
                     config, *overrides = command[place + 1 :]
                     found.append(TrainCommand(Path(config), tuple(overrides), int(nodes.partition("=")[2])))
@@ -178,9 +179,14 @@ class JobFile:
         for mount in filter(None, self.environment.get("MHAR_MOUNTS", "").split(",")):
             if not Path(mount.partition(":")[0]).exists():
                 problems.append(f"MHAR_MOUNTS: {mount} given, but there is no {mount.partition(':')[0]} here")
-        retries = self.environment.get("MHAR_RETRIES", "")
-        if retries and not retries.isdecimal():
-            problems.append(f"MHAR_RETRIES: {retries!r} given, but it must be a whole number of 0 or more")
+        for name in ("MHAR_RETRIES", "MHAR_EXCLUDE_NODES"):
+            given = self.environment.get(name, "")
+            if given and not given.isdecimal():
+                problems.append(f"{name}: {given!r} given, but it must be a whole number of 0 or more")
+        try:
+            level_of(self.environment)
+        except UserError as error:
+            problems.append(str(error))
         return problems
 
     def _installation_problem(self) -> str | None:

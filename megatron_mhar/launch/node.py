@@ -1,10 +1,12 @@
 """The ranks of one node: rank and rendezvous from the environment, a log each, signals passed on, ends explained.
 
     python -m megatron_mhar.launch.node CONFIG [KEY=VALUE]...      (launch/node sets the environment and calls this)
+    python -m megatron_mhar.launch.node evaluate RUN_DIR [ARGUMENT]...
 
-Logs lie in ``MHAR_LOGS``, or in ``logs/<time>`` of the run folder: ``rank-<rank>.log``, and of a node whose ranks have
-failed ``node-<node>.end``, one line ``<seconds since 1970> <exit code> <reason>``. The first rank of all also writes to
-this process's output, which makes the job's log.
+Before the ranks start, the nodes are checked (:mod:`megatron_mhar.launch.health`). Logs lie in ``MHAR_LOGS``, or in
+``logs/<time>`` of the run folder: ``rank-<rank>.log``, and of a node whose ranks have failed ``node-<node>.end``, one
+line ``<seconds since 1970> <exit code> <reason>``; ``bad-nodes`` has the names of nodes found bad, a line each. The
+first rank of all also writes to this process's output, which makes the job's log.
 
 SIGTERM, SIGINT and SIGUSR1 are passed on as SIGUSR1, the notice that a rank may get twice: Slurm's signals reach this
 process alone or, if it is configured so, the ranks too. A second SIGTERM or SIGINT is passed on as it is.
@@ -12,135 +14,30 @@ process alone or, if it is configured so, the ranks too. A second SIGTERM or SIG
 
 from __future__ import annotations
 
+import contextlib
 import os
-import re
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import IO
 
 from megatron_mhar.config.load import load_config
+from megatron_mhar.config.schema import RunConfig
 from megatron_mhar.errors import UserError
+from megatron_mhar.launch.health import Unhealthy, check_nodes, check_room, level_of
+from megatron_mhar.launch.place import Place, find_place, host_name
+from megatron_mhar.run_files import RunFiles
 
 BAD_INPUT = 2  # exit code of mhar for what a repetition does not mend
+UNHEALTHY = 3
 _POLL_S = 0.1
 _KILL_AFTER_S = 10  # between SIGTERM and SIGKILL for ranks that hang once another has failed
-_DEFAULT_PORT = 29500  # torchrun's
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where this node stands in a run.
-
-    Attributes:
-        node: its number.
-        nodes: how many there are.
-        ranks: ranks on each of them.
-        address: host of rank 0, where the ranks meet.
-        port: free there.
-    """
-
-    node: int
-    nodes: int
-    ranks: int
-    address: str
-    port: int
-
-    def environment(self, local_rank: int) -> dict[str, str]:
-        """Variables of one rank, torch's names."""
-        values = {
-            "RANK": self.node * self.ranks + local_rank,
-            "LOCAL_RANK": local_rank,
-            "WORLD_SIZE": self.nodes * self.ranks,
-            "LOCAL_WORLD_SIZE": self.ranks,
-            "MASTER_ADDR": self.address,
-            "MASTER_PORT": self.port,
-        }
-        return {key: str(value) for key, value in values.items()}
-
-
-def find_place(environment: Mapping[str, str]) -> Place:
-    """This node's place as Slurm says, or NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT; a lone node without them.
-
-    Raises:
-        UserError: a variable is missing or is no number, or srun started several of us on a node.
-    """
-    ranks = _ranks(environment)
-    if "SLURM_STEP_NODELIST" in environment:
-        nodes, tasks = _number(environment, "SLURM_STEP_NUM_NODES"), _number(environment, "SLURM_STEP_NUM_TASKS")
-        if tasks != nodes:
-            raise UserError(
-                f"srun: {tasks} tasks on {nodes} nodes given, but launch/node starts the ranks of a node itself; "
-                "needed is --ntasks-per-node=1"
-            )
-        job = _number(environment, "SLURM_JOB_ID", least=0)
-        address = first_host(environment["SLURM_STEP_NODELIST"])
-        return Place(_number(environment, "SLURM_NODEID", least=0), nodes, ranks, address, port_of_job(job))
-    nodes = _number(environment, "NNODES", default=1)
-    if nodes == 1:
-        port = _number(environment, "MASTER_PORT", default=_free_port())
-        return Place(0, 1, ranks, environment.get("MASTER_ADDR", "localhost"), port)
-    node = _number(environment, "NODE_RANK", least=0)
-    if node >= nodes:
-        raise UserError(f"NODE_RANK: {node} given, but with NNODES {nodes} it must be below that")
-    if not environment.get("MASTER_ADDR"):
-        raise UserError(f"MASTER_ADDR: missing; with NNODES {nodes} it must name the host of node 0")
-    port = _number(environment, "MASTER_PORT", default=_DEFAULT_PORT)
-    return Place(node, nodes, ranks, environment["MASTER_ADDR"], port)
-
-
-def port_of_job(job: int) -> int:
-    """The port at which the ranks of a Slurm job meet: 20000 to 29999, below those that systems give out themselves.
-
-    Jobs that share a node have numbers close to each other, and so other ports.
-    """
-    return 20000 + job % 10000
-
-
-def first_host(nodelist: str) -> str:
-    """First host of Slurm's short form: ``rack[2-4,7]-n[01-16],login`` -> ``rack2-n01``."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist)
-    assert first is not None
-    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
-
-
-def _ranks(environment: Mapping[str, str]) -> int:
-    """Ranks of a node: as MHAR_RANKS_PER_NODE says, else one a GPU, else one."""
-    for key in ("MHAR_RANKS_PER_NODE", "SLURM_GPUS_ON_NODE"):
-        if environment.get(key):
-            return _number(environment, key)
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return max(1, len([name for name in visible.split(",") if name.strip()]))
-    try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return 1
-    return max(1, listed.count("GPU "))
-
-
-def _number(environment: Mapping[str, str], key: str, *, default: int | None = None, least: int = 1) -> int:
-    text = environment.get(key, "")
-    if not text and default is not None:
-        return default
-    if not text:
-        raise UserError(f"{key}: missing; needed is a whole number")
-    if not text.isdecimal() or int(text) < least:
-        raise UserError(f"{key}: {text!r} given, but it must be a whole number of {least} or more")
-    return int(text)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 class Rank:
@@ -194,7 +91,7 @@ class Rank:
         """
         code = self.poll()
         assert code is not None
-        who = f"rank {self.number} on {socket.gethostname()} (pid {self._process.pid})"
+        who = f"rank {self.number} on {host_name()} (pid {self._process.pid})"
         if code == -signal.SIGUSR1:  # training itself answers the notice
             return 128 - code, f"{who} was told to stop while it did not train, and had nothing to save"
         if code < 0:
@@ -212,14 +109,14 @@ class Node:
 
     Args:
         place: of the node.
-        arguments: of ``mhar train``.
+        arguments: of ``mhar``.
         logs: folder of the logs; it is made.
         patience_s: how long the ranks may take to end by themselves once one has failed: they tell more than we know.
     """
 
     def __init__(self, place: Place, arguments: Sequence[str], logs: Path, *, patience_s: float) -> None:
         self.place, self.logs, self.patience_s = place, logs, patience_s
-        self._command = [sys.executable, "-m", "megatron_mhar.cli.main", "train", *arguments]
+        self._command = [sys.executable, "-m", "megatron_mhar.cli.main", *arguments]
         self._ranks: list[Rank] = []
         self._noticed = False
 
@@ -295,13 +192,21 @@ class Node:
 
 
 def leave_reason(logs: Path, node: int, code: int, reason: str) -> None:
-    """Write ``node-<node>.end``, once: the first reason stays. Where it cannot be written, the job's log has it."""
-    try:
-        logs.mkdir(parents=True, exist_ok=True)
-        with (logs / f"node-{node:04d}.end").open("x") as file:
-            file.write(f"{time.time():.3f} {code} {' '.join(reason.split())}\n")
-    except OSError:
-        pass
+    """Write ``node-<node>.end``, once: the first reason stays.
+
+    Where the logs cannot be written (their disk is full, or read-only now) it is left in this machine's folder for
+    temporary files, as ``mhar-<name of the logs' folder>``, where the job's script looks too.
+    """
+    for folder in (logs, Path(tempfile.gettempdir()) / f"mhar-{logs.name}"):
+        file = folder / f"node-{node:04d}.end"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not file.exists():
+                file.write_text(f"{time.time():.3f} {code} {' '.join(reason.split())}\n")
+            return
+        except OSError:
+            with contextlib.suppress(OSError):
+                file.unlink()  # a full disk has taken its name alone
 
 
 def say(text: str) -> None:
@@ -309,24 +214,59 @@ def say(text: str) -> None:
     print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run this node's ranks of ``mhar train`` with these arguments; the exit code is :meth:`Node.run`'s, or 2."""
-    logs = Path(os.environ["MHAR_LOGS"]) if os.environ.get("MHAR_LOGS") else None
+def leave_bad_nodes(logs: Path, hosts: Sequence[str]) -> None:
+    """Write ``bad-nodes``, for the job to do without them. All nodes write the same."""
     try:
-        if not arguments or arguments[0].startswith("-"):
-            raise UserError("launch/node CONFIG [KEY=VALUE]... starts the ranks of this node; no CONFIG was given")
-        config = load_config(Path(arguments[0]), arguments[1:])  # told once, not by every rank
+        logs.mkdir(parents=True, exist_ok=True)
+        partial = logs / f"bad-nodes.{host_name()}"
+        partial.write_text("".join(f"{host}\n" for host in hosts))
+        partial.replace(logs / "bad-nodes")
+    except OSError:
+        pass
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run this node's ranks; the exit code is :meth:`Node.run`'s, 2 for bad input, 3 where nodes are not healthy."""
+    logs = Path(os.environ["MHAR_LOGS"]) if os.environ.get("MHAR_LOGS") else None
+    node = int(os.environ.get("SLURM_NODEID") or 0)
+    try:
+        config, run_dir, command = _read(arguments)
+        level = level_of(os.environ)
         place = find_place(os.environ)
-        logs = logs or config.run_dir / "logs" / time.strftime("%Y%m%d-%H%M%S")
+        if level != "off" and place.node == 0 and command[0] == "train":
+            check_room(run_dir)
+        place = check_nodes(place, logs=logs, level=level)
+        logs = logs or run_dir / "logs" / time.strftime("%Y%m%d-%H%M%S")
         patience_s = config.parallel.heartbeat_s + 15
-        return Node(place, arguments, logs, patience_s=patience_s).run()
+        return Node(place, command, logs, patience_s=patience_s).run()
     except UserError as error:
-        node = int(os.environ.get("SLURM_NODEID") or 0)
         if node == 0:
             print(f"mhar: error: {error}", file=sys.stderr, flush=True)
         if logs is not None:
             leave_reason(logs, node, BAD_INPUT, str(error))
         return BAD_INPUT
+    except Unhealthy as error:
+        if node == 0:
+            say(str(error))
+        if logs is not None:
+            if error.hosts:
+                leave_bad_nodes(logs, error.hosts)
+            leave_reason(logs, node, UNHEALTHY, str(error))
+        return UNHEALTHY
+
+
+def _read(arguments: Sequence[str]) -> tuple[RunConfig, Path, list[str]]:
+    """Config of the run, read here so that what is wrong with it is told once; its folder; the arguments of mhar."""
+    if arguments[:1] == ["evaluate"] and len(arguments) > 1:
+        run_dir = Path(arguments[1])
+        return load_config(RunFiles(run_dir).config), run_dir, list(arguments)
+    if not arguments or arguments[0].startswith("-") or arguments[0] == "evaluate":
+        raise UserError(
+            "launch/node CONFIG [KEY=VALUE]... starts the ranks of this node, launch/node evaluate RUN_DIR those of an "
+            f"evaluation; {' '.join(arguments) or 'nothing'} given"
+        )
+    config = load_config(Path(arguments[0]), arguments[1:])
+    return config, config.run_dir, ["train", *arguments]
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Literal
 from megatron_mhar.config.load import load_config
 from megatron_mhar.errors import UserError
 from megatron_mhar.launch.attempts import Attempt, read_attempts
-from megatron_mhar.run_files import RunFiles, RunSummary
+from megatron_mhar.run_files import RunFiles, RunSummary, checkpoint_steps
 from megatron_mhar.tracking.journal import read_journal
 
 _REPORTS = 200  # the newest ones, by which speed is judged
@@ -70,11 +70,6 @@ def read_state(run_dir: Path, *, now: datetime | None = None) -> RunState:
     Raises:
         UserError: the folder holds no run, or a file of it cannot be read.
     """
-    from megatron_mhar.quiet import quiet_imports
-
-    with quiet_imports():
-        from megatron_mhar.train.checkpoint import checkpoint_steps
-
     files, attempts = RunFiles(run_dir), read_attempts(run_dir)
     if not files.config.is_file():
         if attempts:

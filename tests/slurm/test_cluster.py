@@ -1,249 +1,46 @@
-"""Runs on a real Slurm of two nodes with two ranks each: what happens to a job does not happen to its run.
+"""The job files on a real Slurm: taken, checked, run, alone and one after another, with and without containers.
 
 Started by make test-slurm, on the cluster of tests/slurm/cluster.
 """
 
 from __future__ import annotations
 
-import os
+import json
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 from click.testing import CliRunner
 
 from megatron_mhar.cli.submit import submit
-from megatron_mhar.config.load import dump_config
-from megatron_mhar.config.schema import RunConfig
-from megatron_mhar.launch.attempts import Attempt, read_attempts
-from megatron_mhar.launch.state import read_state
 from megatron_mhar.run_files import RunFiles, RunSummary
-from megatron_mhar.tracking.journal import load_metrics, read_journal
-from tests.conftest import METHODS, tiny_run
 from tests.launch import ROOT
+from tests.slurm.jobs import PATIENCE_S, Job, job_environment, job_state, slurm, until, until_completed
 
-pytestmark = pytest.mark.timeout(600)
-
-STEPS = 40
-SAVE_EVERY = 10
-PATIENCE_S = 240
-JOB = """\
-#!/usr/bin/env bash
-#SBATCH --job-name={name}
-#SBATCH --nodes=2
-#SBATCH --ntasks-per-node=1
-#SBATCH --gpus-per-node=2
-#SBATCH --exclusive
-#SBATCH --time=10
-#SBATCH --signal=B:USR1@120
-#SBATCH --requeue
-#SBATCH --open-mode=append
-#SBATCH --output={log}
-source "$MHAR_ROOT/slurm/common.sh" || exit 2
-train {name} {config} "$@"
-"""
-METRICS = ("train/loss", "train/grad_norm", "valid/loss")
-
-
-def settings(corpus: Path, output_dir: Path, name: str) -> RunConfig:
-    """Two tensor-parallel ranks on each of two nodes, two data-parallel ones over them."""
-    return tiny_run(
-        corpus, output_dir, name=name, residual=METHODS["mhar"],
-        training={"steps": STEPS, "global_batch_size": 4, "micro_batch_size": 1},
-        evaluation={"interval": 15}, checkpoint={"interval": SAVE_EVERY},
-        parallel={"tensor": 2, "sequence": True, "heartbeat_s": 10},
-    )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[int, float]]]:
-    """Metrics of the run under torchrun, on four ranks of this machine."""
-    folder = tmp_path_factory.mktemp("torchrun")
-    config = folder / "run.yaml"
-    run = settings(corpus, folder / "runs", "run")
-    config.write_text(dump_config(run))
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4",
-        "-m", "megatron_mhar.cli.main", "train", str(config),
-    ]  # fmt: skip
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return metrics(run)
-
-
-def metrics(run: RunConfig) -> dict[str, list[tuple[int, float]]]:
-    found = load_metrics(RunFiles(run.run_dir).journal)
-    return {name: found[name] for name in METRICS}
-
-
-class Job:
-    """A job of its own run, submitted."""
-
-    def __init__(self, corpus: Path, folder: Path, **environment: str) -> None:
-        self.run = settings(corpus, folder / "runs", folder.name)
-        self.log = folder / "job.log"
-        (folder / "run.yaml").write_text(dump_config(self.run))
-        self.file = folder / "job.sbatch"
-        self.file.write_text(JOB.format(name=folder.name, log=self.log, config=folder / "run.yaml"))
-        self.environment = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "MHAR_"))} | {
-            "SLURM_CONF": os.environ["SLURM_CONF"], "MHAR_ROOT": str(ROOT), "MHAR_OUTPUT_DIR": str(folder / "runs"),
-            "MHAR_INTERFACE": "lo", "MHAR_VENV": str(Path(sys.executable).parents[1]), **environment,
-        }  # fmt: skip
-        self.number = ""
-
-    def submit(self, *options: str) -> None:
-        command = ["sbatch", "--parsable", *options, str(self.file)]
-        self.number = slurm(*command, env=self.environment).strip()
-
-    def text(self) -> str:
-        return self.log.read_text() if self.log.exists() else ""
-
-    def until(self, what: str, reached: Callable[[], bool]) -> None:
-        begun = time.monotonic()
-        while not reached():
-            if time.monotonic() - begun > PATIENCE_S:
-                pytest.fail(f"{what} was not reached; the job is {self.state()}; its log:\n{self.text()[-5000:]}")
-            time.sleep(0.1)
-
-    def until_step(self, step: int) -> None:
-        journal = RunFiles(self.run.run_dir).journal
-
-        def reached() -> bool:
-            return journal.is_file() and any(entry.step >= step for entry in read_journal(journal))
-
-        self.until(f"step {step}", reached)
-
-    def until_finished(self) -> None:
-        summary = RunFiles(self.run.run_dir).summary
-        self.until("the end", summary.is_file)
-        self.until("the end of the job", lambda: self.state() not in ("RUNNING", "COMPLETING", "PENDING"))
-        assert self.state() == "COMPLETED", self.text()
-        assert RunSummary.read(summary).steps == STEPS
-
-    def state(self) -> str:
-        match = re.search(r"JobState=(\w+)", slurm("scontrol", "show", "job", self.number))
-        assert match is not None
-        return match[1]
-
-    def attempts(self) -> list[Attempt]:
-        return read_attempts(self.run.run_dir)
-
-    def ends(self) -> list[str]:
-        return [attempt.text for attempt in self.attempts() if attempt.event == "end"]
-
-    def ranks(self) -> dict[int, psutil.Process]:
-        """Processes of the ranks by their number."""
-        found = {}
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                command, variables = process.cmdline(), process.environ()
-                parent = process.parent()
-                started_by_node = parent is not None and "megatron_mhar.launch.node" in parent.cmdline()
-                if "train" in command and variables.get("SLURM_JOB_ID") == self.number and started_by_node:
-                    found[int(variables["RANK"])] = process
-        return found
-
-
-def slurm(*command: str, env: dict[str, str] | None = None) -> str:
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, f"{command}: {done.stderr}"
-    return done.stdout
-
-
-@pytest.fixture
-def job(corpus: Path, tmp_path: Path) -> Iterator[Job]:
-    """A job in a folder of its own; whatever a test leaves of it is ended."""
-    job = Job(corpus, tmp_path)
-    yield job
-    if job.number:
-        subprocess.run(["scancel", job.number], capture_output=True, timeout=60)
-        job.until("its end", lambda: job.state() not in ("RUNNING", "COMPLETING", "PENDING"))
-
-
-def test_sbatch_equals_torchrun_bit_for_bit(job: Job, undisturbed: dict[str, list[tuple[int, float]]]) -> None:
-    job.submit()
-    job.until_finished()
-    assert metrics(job.run) == undisturbed
-    assert job.ends() == ["finished"]
-    (logs,) = (job.run.run_dir / "logs").iterdir()
-    assert sorted(path.name for path in logs.iterdir()) == [f"rank-{rank:05d}.log" for rank in range(4)]
-    text = job.text()
-    assert f"start 1 of {job.run.run_dir} on node[1-2], from step 0" in text
-    assert f"step {STEPS}/{STEPS}" in text and "4 ranks" in text, "rank 0 speaks in the job's log"
-    assert read_state(job.run.run_dir).state == "finished"
-    # Nothing is to be done any more.
-    job.submit()
-    job.until("the second end", lambda: "is finished already" in job.text())
-
-
-def test_signal_before_the_limit(job: Job, undisturbed: dict[str, list[tuple[int, float]]]) -> None:
-    """Slurm sends it up to a minute before the time asked for: here in the third minute."""
-    job.submit("--time=4", "--signal=B:USR1@60")
-    job.until_step(3)
-    # Whatever this machine's speed, the signal finds the run between two steps.
-    for process in job.ranks().values():
-        process.suspend()
-    job.until("the signal", lambda: "SIGUSR1: the time limit is near" in job.text())
-    for process in job.ranks().values():
-        process.resume()
-    job.until("the requeue", lambda: len(job.ends()) > 0)
-    slurm("scontrol", "update", f"JobId={job.number}", "TimeLimit=10")
-    job.until_finished()
-    assert metrics(job.run) == undisturbed
-    first, last = job.ends()
-    match = re.fullmatch(r"stopped ahead of the time limit \(SIGUSR1\); requeued, goes on from step (\d+)", first)
-    assert match is not None and int(match[1]) >= 3 and last == "finished"
-    assert first in job.text()
-    assert f"start 2 of {job.run.run_dir} on node[1-2], from step {match[1]}" in job.text()
-    # No step was done twice.
-    losses = [entry.step for entry in read_journal(RunFiles(job.run.run_dir).journal) if "train/loss" in entry.metrics]
-    assert losses == list(range(1, STEPS + 1))
-
-
-def test_requeued_by_hand(job: Job, undisturbed: dict[str, list[tuple[int, float]]]) -> None:
-    job.submit()
-    job.until_step(12)
-    slurm("scontrol", "requeue", job.number)
-    job.until_finished()
-    assert metrics(job.run) == undisturbed
-    starts = [attempt for attempt in job.attempts() if attempt.event == "start"]
-    assert [start.restart for start in starts] == [0, 1] and starts[1].step >= 10
-    assert job.ends()[0].startswith("ended by Slurm (SIGTERM): cancelled, requeued by hand")
-    assert job.ends()[0] in job.text()
-
-
-def test_a_rank_is_killed(job: Job, undisturbed: dict[str, list[tuple[int, float]]]) -> None:
-    job.submit()
-    job.until_step(12)
-    victim = job.ranks()[3]
-    victim.kill()
-    job.until_finished()
-    assert metrics(job.run) == undisturbed
-    first, last = job.ends()
-    expected = rf"rank 3 on \S+ \(pid {victim.pid}\) was killed by SIGKILL; requeued, goes on from step (\d+)"
-    match = re.fullmatch(expected, first)
-    assert match is not None and int(match[1]) >= 10 and last == "finished"
-    assert first in job.text()
+pytestmark = pytest.mark.timeout(1800)
 
 
 def test_bad_input_ends_the_job_with_its_reason(job: Job) -> None:
-    job.file.write_text(job.file.read_text().replace('"$@"', "data.train=[/no/such]"))
-    job.submit()
-    job.until("the end", lambda: len(job.ends()) > 0)
-    job.until("the end of the job", lambda: job.state() == "FAILED")
+    job.submit(overrides=("data.train=[/no/such]",))
+    job.until_over("FAILED")
     assert re.fullmatch(
         r"rank \d .* ended with code 2: .*/no/such.*; not requeued: it would end the same", job.ends()[0]
     )
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "slurm").glob("*.sbatch")), ids=lambda path: path.stem)
+JOBS = sorted((ROOT / "slurm").glob("*.sbatch"))
+
+
+def test_scripts_are_clean() -> None:
+    scripts = [*JOBS, *(ROOT / name for name in ("slurm/common.sh", "launch/node", "tests/slurm/cluster", ".ci/run"))]
+    done = subprocess.run(["shellcheck", "-x", *scripts], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
 def test_slurm_takes_every_job_file(path: Path) -> None:
     """Node counts overridden: this cluster is smaller."""
     slurm("sbatch", "--test-only", "--nodes=2", str(path))
@@ -265,3 +62,116 @@ def test_what_slurm_takes_and_we_refuse(corpus: Path, tmp_path: Path, monkeypatc
     slurm("sbatch", "--test-only", "--partition=short", *arguments[1:3], arguments[3])
     bad = CliRunner().invoke(submit, ["--partition", "short", *arguments])
     assert "time: 120 given, but partition short allows 01:00:00" in str(bad.exception)
+
+
+# What makes any of the recipes small enough for one core.
+SMALL = (
+    "model.num_layers=2", "model.hidden_size=64", "model.num_attention_heads=4", "model.num_query_groups=2",
+    "model.ffn_hidden_size=96", "training.sequence_length=32", "training.precision=fp32", "evaluation.batches=2",
+    "tracking.enabled=false", "data.num_workers=0",
+)  # fmt: skip
+SHORT = (
+    "training.steps=4", "training.global_batch_size=4", "training.micro_batch_size=2", "optimizer.warmup_steps=1",
+    "evaluation.interval=2", "data.end_of_document=0",
+)  # fmt: skip
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """Of a user whose jobs get one GPU a node; whatever a test leaves of them is ended."""
+    yield job_environment(tmp_path / "runs", SBATCH_GPUS_PER_NODE="1")
+    slurm("scancel", "--user=root")
+    until("an empty queue", lambda: not slurm("squeue", "--noheader"))
+
+
+@pytest.mark.parametrize("container", [None, "mhar.sqsh"], ids=["venv", "pyxis"])
+def test_smoke_test_with_and_without_a_container(
+    environment: dict[str, str], tmp_path: Path, container: str | None
+) -> None:
+    """The same job file. Every step of it is given to the container plugin, or none is."""
+    seen, log = tmp_path / "seen", tmp_path / "smoke.log"
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("mhar", "python3"):  # what the image would have on its path
+        (folder / name).write_text(
+            "#!/usr/bin/env bash\n"
+            f"env | grep ^MHAR_TEST_CONTAINER_ | sort | paste -s -d ' ' >>{seen}\n"
+            f'exec {Path(sys.executable).parent}/{name} "$@"\n'
+        )
+        (folder / name).chmod(0o755)
+    environment |= {"SBATCH_GPUS_PER_NODE": "2", "MHAR_VENV": str(tmp_path)}  # the folder above bin
+    if container is not None:
+        environment |= {"MHAR_CONTAINER": container, "PATH": f"{folder}:{environment['PATH']}"}
+    command = ["sbatch", "--parsable", f"--output={log}", str(ROOT / "slurm/smoke_test.sbatch"), *SMALL]
+    number = slurm(*command, "residual.num_heads=4", env=environment).strip()
+    until_completed(number, log)
+    run_dir = tmp_path / "runs" / f"smoke-{number}"
+    assert RunSummary.read(RunFiles(run_dir).summary).steps == 6
+    assert "continued from" in log.read_text(), "the second start goes on from the first one's checkpoint"
+    steps = {line for line in seen.read_text().splitlines() if line}
+    mounts = f"{ROOT}:{ROOT},{tmp_path}/runs:{tmp_path}/runs"
+    assert steps == (
+        set()
+        if container is None
+        else {
+            f"MHAR_TEST_CONTAINER_IMAGE={container} MHAR_TEST_CONTAINER_MOUNTS={mounts} "
+            f"MHAR_TEST_CONTAINER_WORKDIR={ROOT}"
+        }
+    )
+
+
+def test_a_job_array(environment: dict[str, str], corpus: Path, tmp_path: Path) -> None:
+    """Two of the four methods, a task each."""
+    environment |= {"MHAR_TRAIN_DATA": f"[{corpus}/train]", "MHAR_VALID_DATA": f"[{corpus}/valid]"}
+    command = ["sbatch", "--parsable", "--array=0,3", f"--output={tmp_path}/%a.log"]
+    overrides = (str(ROOT / "slurm/compare_methods.sbatch"), *SMALL, *SHORT, "model.vocab_size=128")
+    number = slurm(*command, *overrides, env=environment).strip()
+    for task, method in ((0, "baseline"), (3, "mhar")):
+        until_completed(f"{number}_{task}", tmp_path / f"{task}.log")
+        summary = RunSummary.read(RunFiles(tmp_path / "runs" / f"100m-{method}").summary)
+        assert (summary.method, summary.steps) == (method, 4)
+
+
+def send(environment: dict[str, str], folder: Path, *arguments: str) -> tuple[str, Path, str]:
+    """Submit by mhar submit, from a folder where logs may lie: the job's number and log, and what was not checked."""
+    *options, name = arguments[: (end := next(i for i, word in enumerate(arguments) if "sbatch" in word) + 1)]
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "megatron_mhar.cli.main", "submit", *options, str(ROOT / "slurm" / name),
+            *arguments[end:],
+        ],
+        env=environment, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    match = re.search(r"Submitted batch job (\d+)", done.stdout)
+    assert match is not None, done.stdout
+    log = re.search(r"StdOut=(\S+)", slurm("scontrol", "show", "job", match[1]))
+    assert log is not None
+    return match[1], Path(log[1]), done.stderr
+
+
+def test_data_then_training_then_evaluation(environment: dict[str, str], tmp_path: Path) -> None:
+    """Submitted at once; each waits for the one before."""
+    corpus, run_dir = tmp_path / "corpus", tmp_path / "runs" / "1b-mhar"
+    environment |= {"MHAR_TRAIN_DATA": f"[{corpus}/train]", "MHAR_VALID_DATA": f"[{corpus}/valid]"}
+    little = ("--out", str(corpus), "--min-mb", "1", "--max-mb", "1", "--vocab-size", "512")
+    data, *first = send(environment, tmp_path, "prepare_data.sbatch", *little)
+    overrides = (*SMALL, *SHORT, "model.vocab_size=512")
+    training, *second = send(environment, tmp_path, "--after", data, "pretrain_1b.sbatch", *overrides)
+    assert "data: the job waits for others, which may make it" in str(second[1])
+    evaluation, *third = send(environment, tmp_path, "--after", training, "evaluate.sbatch", str(run_dir))
+    assert (job_state(training), job_state(evaluation)) == ("PENDING", "PENDING")
+    for number, log in ((data, first[0]), (training, second[0]), (evaluation, third[0])):
+        until_completed(number, Path(log))
+    summary = RunSummary.read(RunFiles(run_dir).summary)
+    found = json.loads(RunFiles(run_dir).evaluation_of(4).read_text())
+    assert summary.steps == found["step"] == 4
+    assert found["loss"] == pytest.approx(summary.valid_loss_last, abs=1e-6)
+
+
+def test_what_waits_for_a_job_that_fails_is_removed(environment: dict[str, str], tmp_path: Path) -> None:
+    command = ["sbatch", "--parsable", "--hold", "--output=/dev/null", "--wrap", "exit 1"]
+    failing = slurm(*command, env=environment).strip()
+    waiting, *_ = send(environment, tmp_path, "--after", failing, "prepare_data.sbatch")
+    slurm("scontrol", "release", failing)
+    until("its removal", lambda: job_state(waiting) == "CANCELLED")

@@ -54,6 +54,10 @@ class Job:
             start_new_session=True,
         )  # fmt: skip
 
+    def show(self, text: str) -> None:
+        """What scontrol says of the job."""
+        self._tool("scontrol", f'[ "$*" = "--oneliner show job 12" ] && echo "{text}" || echo "$*" >>{self.requeued}')
+
     def start(self, srun: str, *arguments: str, **environment: str) -> tuple[int, str]:
         process = self._popen(srun, arguments, **environment)
         output, _ = process.communicate(timeout=60)
@@ -150,6 +154,62 @@ def test_a_node_that_leaves_no_word_is_requeued(job: Job) -> None:
     assert job.ends()[0].startswith("srun ended with code 9 and no node has said why")
 
 
+@pytest.mark.parametrize("said,ends", [
+    ("Job is pending execution for job 12", 1),  # Slurm was first
+    ("Requested operation is presently disabled", 2),
+])  # fmt: skip
+def test_a_requeue_that_slurm_does_not_take(job: Job, said: str, ends: int) -> None:
+    job._tool("scontrol", f'echo "{said}" >&2; exit 1')
+    code, output = job.start(FAIL)
+    assert code == 1 and len(job.ends()) == ends
+    assert ("Slurm has requeued it already" in output) == (ends == 1)
+    assert (f"the requeue was refused ({said}): submit the same job file again" in output) == (ends == 2)
+
+
+def test_on_a_full_disk_the_reason_comes_another_way(job: Job, tmp_path: Path) -> None:
+    """No line can be written to the run folder: neither attempts.tsv nor what the nodes leave."""
+    full = 'rm "$run_dir/attempts.tsv"; mkdir "$run_dir/attempts.tsv"\n'
+    left = (
+        'left="$TMPDIR/mhar-${MHAR_LOGS##*/}"; mkdir "$left"\n'
+        'echo "98.0 1 it said nothing" >"$left/node-0001.end"; echo "99.1 2 disk full" >"$left/node-0000.end"; exit 143'
+    )
+    code, output = job.start(full + left, TMPDIR=str(tmp_path))
+    assert code == 2 and job.requeues() == 0
+    assert "disk full; not requeued: it would end the same" in output
+    assert not list(tmp_path.glob("mhar-*"))
+    (job.run_dir / "attempts.tsv").rmdir()
+    code, output = job.start("exit 2", TMPDIR=str(tmp_path))
+    assert code == 2 and "srun ended with code 2 and no node has said why: see above" in output
+
+
+def bad(*nodes: str) -> str:
+    named = "".join(f"{node}\\n" for node in nodes)
+    return (
+        f"printf '{named}' >\"$MHAR_LOGS/bad-nodes\"\n"
+        f'echo "99.1 3 node {nodes[0]} is bad: ECC" >"$MHAR_LOGS/node-0000.end"; exit 3'
+    )
+
+
+def test_bad_nodes_are_excluded_within_bounds(job: Job) -> None:
+    job.show("JobId=12 JobName=x ExcNodeList=(null) NodeList=node[1-2]")
+    code, _ = job.start(bad("node2"))
+    assert code == 1
+    assert job.ends() == ["node node2 is bad: ECC; requeued without node2, goes on from step 0"]
+    assert job.requeued.read_text().splitlines() == ["requeue 12", "update JobId=12 ExcNodeList=node2"]
+    job.show("JobId=12 JobName=x ExcNodeList=node[2,9] NodeList=node[1,3]")
+    job.start(bad("node1"))
+    assert job.requeued.read_text().splitlines()[-1] == "update JobId=12 ExcNodeList=node[2,9],node1,node2"
+    code, _ = job.start(bad("node3"))
+    assert code == 1 and job.requeues() == 4
+    assert job.ends()[-1] == "node node3 is bad: ECC; gave up: MHAR_EXCLUDE_NODES allows 2 to be excluded"
+
+
+def test_no_node_is_excluded_where_it_is_not_allowed(job: Job) -> None:
+    code, output = job.start(bad("node2"), MHAR_EXCLUDE_NODES="0")
+    assert code == 1 and job.requeues() == 0
+    assert "node node2 is bad: ECC; gave up: MHAR_EXCLUDE_NODES allows 0" in output
+
+
 def test_stopped_as_asked_is_an_end(job: Job) -> None:
     code, output = job.start("exit 0")
     assert code == 0 and job.requeues() == 0 and "NEXT" not in output
@@ -165,7 +225,8 @@ while true; do sleep 0.1; done
 
 @pytest.mark.parametrize("name,code,requeues,text", [
     ("USR1", 1, 1, "stopped ahead of the time limit (SIGUSR1); requeued, goes on from step 7"),
-    ("TERM", 143, 0, "ended by Slurm (SIGTERM): cancelled, requeued by hand, preempted or out of time"),
+    ("TERM", 143, 0,
+     "ended by Slurm (SIGTERM): cancelled, requeued by hand, preempted or out of time; the ranks save and stop"),
 ])  # fmt: skip
 def test_signals(job: Job, name: str, code: int, requeues: int, text: str) -> None:
     process = job._popen(LISTEN, ())

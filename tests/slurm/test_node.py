@@ -15,7 +15,8 @@ import pytest
 from megatron_mhar.config.load import dump_config
 from megatron_mhar.errors import UserError
 from megatron_mhar.launch import node
-from megatron_mhar.launch.node import Node, Place, find_place, first_host, port_of_job
+from megatron_mhar.launch.node import Node
+from megatron_mhar.launch.place import Place, find_place, first_host, port_of_job
 from tests.conftest import tiny_run
 from tests.launch import ROOT
 
@@ -156,6 +157,16 @@ def test_bad_input_outranks_ranks_that_fail_with_it(tmp_path: Path) -> None:
     code, logs = run_ranks(tmp_path, "time.sleep(0.5)\n" + script)
     assert code in (1, 2)  # whichever ended first; seen at once, it is the cause
     assert reason(logs).startswith(f"{code} rank {code - 1} on ")
+
+
+def test_a_reason_that_the_logs_cannot_take_is_left_on_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node.tempfile, "gettempdir", lambda: str(tmp_path / "temporary"))
+    (tmp_path / "12-0").write_text("no folder")
+    node.leave_reason(tmp_path / "12-0", 1, 2, "disk\nfull")
+    node.leave_reason(tmp_path / "12-0", 1, 1, "later")
+    assert reason(tmp_path / "temporary" / "mhar-12-0") == "2 disk full"
 
 
 def test_signals_become_a_notice_and_the_second_is_passed_on(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -123,3 +125,12 @@ def test_command(run_dir: Path) -> None:
     values = json.loads(CliRunner().invoke(status, [str(run_dir), "--json"], catch_exceptions=False).output)
     assert (values["step"], values["checkpoint"], values["remaining_s"]) == (40, 30, 140)
     assert values["attempts"][1]["text"] == END[-1]
+
+
+def test_it_is_told_without_torch(run_dir: Path) -> None:
+    """Which takes seconds to import."""
+    code = (
+        f"import sys; from megatron_mhar.cli.main import cli; cli(['status', {str(run_dir)!r}], standalone_mode=False)"
+    )
+    code += "; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +17,8 @@ from tests.launch import ROOT
 
 JOBS = sorted((ROOT / "slurm").glob("*.sbatch"))
 SNAPSHOTS = Path(__file__).parent / "snapshots"
-TRAINING = [job for job in JOBS if job.stem != "prepare_data"]
+TRAINING = [job for job in JOBS if job.stem not in ("prepare_data", "evaluate")]
+ARGUMENTS = {"evaluate": ("runs/demo-mhar", "--batches", "all")}
 
 PARTITIONS = """\
 PartitionName=main AllowGroups=ALL Default=YES MaxNodes=UNLIMITED MaxTime=2-00:00:00 State=UP TotalNodes=16
@@ -33,7 +32,7 @@ def plain_environment() -> dict[str, str]:
 
 def rendered(path: Path) -> str:
     """A job file's directives and its commands, task by task."""
-    job = JobFile(path, (), {}, plain_environment() | {"MHAR_ROOT": str(ROOT)})
+    job = JobFile(path, ARGUMENTS.get(path.stem, ()), {}, plain_environment() | {"MHAR_ROOT": str(ROOT)})
     lines = [line for line in path.read_text().splitlines() if line.startswith("#SBATCH")]
     for task in job.tasks:
         lines += ["", "once" if task is None else f"task {task}"]
@@ -62,15 +61,6 @@ def test_training_jobs_outlive_their_time_limit(path: Path) -> None:
     signal, requeue, mode = (job.option(name) for name in ("signal", "requeue", "open-mode"))
     assert signal is not None and signal.startswith("B:USR1@") and requeue == "" and mode == "append"
     assert job.number("ntasks-per-node", 0) == 1
-
-
-def test_scripts_are_clean() -> None:
-    checker = shutil.which("shellcheck")
-    if checker is None:
-        pytest.skip("shellcheck is not here; make test-slurm installs it")
-    scripts = [*JOBS, ROOT / "slurm/common.sh", ROOT / "launch/node", ROOT / "tests/slurm/cluster"]
-    done = subprocess.run([checker, "-x", *scripts], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize(
@@ -213,6 +203,8 @@ def test_refused(cluster: Path, arguments: tuple[str, ...], message: str) -> Non
         ("MHAR_CONTAINER", "/no/image.sqsh", "MHAR_CONTAINER: /no/image.sqsh given, but there is no such file"),
         ("MHAR_MOUNTS", "/no/data:/data", "MHAR_MOUNTS: /no/data:/data given, but there is no /no/data here"),
         ("MHAR_RETRIES", "often", "MHAR_RETRIES: 'often' given, but it must be a whole number of 0 or more"),
+        ("MHAR_EXCLUDE_NODES", "all", "MHAR_EXCLUDE_NODES: 'all' given, but it must be a whole number of 0 or more"),
+        ("MHAR_HEALTH_CHECK", "yes", "MHAR_HEALTH_CHECK: 'yes' given; allowed: full, quick, off"),
         ("MHAR_RANKS_PER_NODE", "0", "MHAR_RANKS_PER_NODE: '0' given, but it must be a whole number of 1 or more"),
         ("MHAR_OUTPUT_DIR", "/proc/out", "output_dir: /proc/out cannot be written from here"),
         ("MHAR_ROOT", "/no/checkout", "/no/checkout/slurm/common.sh: cannot be read"),
@@ -229,6 +221,20 @@ def test_several_reasons_are_told_at_once(cluster: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("MHAR_RETRIES", "-1")
     text = refused("--time", "3-0", PRETRAIN)
     assert text.startswith("2 reasons not to submit:\n  MHAR_RETRIES")
+
+
+def test_a_job_that_waits_for_others(cluster: Path) -> None:
+    """Data may be made by them; a job that they leave in the lurch does not wait for ever."""
+    result = call("--after", "7", "--after", "9", PRETRAIN, "data.train=[/not/yet]", check=False)
+    assert result.exit_code == 0, result.exception
+    assert "not checked: pretrain_1b.sbatch: data: the job waits for others, which may make it" in result.output
+    submitted = (cluster / "submitted").read_text().splitlines()[-1]
+    assert submitted.startswith("--dependency=afterok:7:9 --kill-on-invalid-dep=yes slurm/pretrain_1b.sbatch ")
+
+
+def test_an_evaluation_needs_a_run(cluster: Path) -> None:
+    assert "the folder of a run is missing" in refused("slurm/evaluate.sbatch")
+    assert call("slurm/evaluate.sbatch", "runs/1b-mhar", "--batches", "all").exit_code == 0
 
 
 def test_a_folder_that_nodes_do_not_see(cluster: Path) -> None:

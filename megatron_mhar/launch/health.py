@@ -1,0 +1,423 @@
+"""Health of the nodes of a run, looked at before its ranks start, so that a bad node is named and not guessed at.
+
+Every node looks at itself: GPUs (number, ECC errors, memory in use) where there is nvidia-smi, free disk for its
+temporary files, whether it sees the folder of the logs. Then all meet at node 0, at the port where the ranks will meet:
+whoever does not come cannot reach it, and clocks are compared. At last every rank takes part in an all-reduce of known
+sum (:mod:`megatron_mhar.launch.probe`). Node 0 judges, and tells all nodes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, get_args
+
+from megatron_mhar.errors import UserError
+from megatron_mhar.launch.place import Place, host_name
+from megatron_mhar.run_files import RunFiles, checkpoint_path, checkpoint_steps
+
+Level = Literal["full", "quick", "off"]
+
+MEET_S = 120.0  # nodes of one job start within seconds, the slowest container within a minute
+_ANSWER_S = 30.0
+_PROBE_S = 300.0  # longer than the time-out of its collectives
+_CLOCK_S = 5.0  # time servers keep nodes within milliseconds
+_LEAST_TEMPORARY = 1 << 30  # bytes: compiled kernels of Triton and Inductor
+_MOST_USED = 0.1  # of a GPU's memory, before a rank has started; what the driver itself takes is less
+_QUERY = "index,uuid,memory.total,memory.used,ecc.errors.uncorrected.volatile.total"
+
+
+class Unhealthy(Exception):
+    """The ranks must not start. ``hosts`` are the nodes to blame, none where that is not known."""
+
+    def __init__(self, reason: str, hosts: Sequence[str] = ()) -> None:
+        super().__init__(reason)
+        self.hosts = tuple(hosts)
+
+
+def level_of(environment: Mapping[str, str]) -> Level:
+    """What MHAR_HEALTH_CHECK asks for; ``full`` by default.
+
+    Raises:
+        UserError: it is none of these.
+    """
+    text = environment.get("MHAR_HEALTH_CHECK") or "full"
+    for level in get_args(Level):
+        if text == level:
+            return level
+    raise UserError(f"MHAR_HEALTH_CHECK: {text!r} given; allowed: {', '.join(get_args(Level))}")
+
+
+def check_nodes(place: Place, *, logs: Path | None, level: Level) -> Place:
+    """Check all nodes of a run together; called by each of them.
+
+    Args:
+        place: of this node.
+        logs: folder that the job has made for the logs, if it has.
+        level: ``quick`` leaves the all-reduce out, which starts every rank; ``off`` does nothing.
+
+    Returns:
+        This node's place, its number that in the order of the network's topology, where Slurm knows it.
+
+    Raises:
+        Unhealthy: a node is bad, or they do not reach each other.
+    """
+    if level == "off":
+        return place
+    with Meeting(place) as meeting:
+        own = {
+            "host": host_name(),
+            "problems": node_problems(place.ranks, logs),
+            "topology": os.environ.get("SLURM_TOPOLOGY_ADDR", ""),
+        }
+        verdict = meeting.exchange(own, lambda reports: judge_nodes(reports, place.nodes, meeting.where))
+        hosts, order = _accept(verdict)
+        place = replace(place, node=order.index(place.node))
+        if level == "full" and place.nodes * place.ranks > 1:
+            _accept(
+                meeting.exchange(
+                    {"failed": probe(place)},
+                    lambda told: judge_probes([told.get(n, {}).get("failed") for n in order], hosts, place.ranks),
+                )
+            )
+    return place
+
+
+def _accept(verdict: Mapping[str, Any]) -> tuple[list[str], list[int]]:
+    if verdict["reason"]:
+        raise Unhealthy(verdict["reason"], verdict["bad"])
+    return verdict["hosts"], verdict["order"]
+
+
+# --- what a node sees of itself
+
+
+def node_problems(ranks: int, logs: Path | None) -> list[str]:
+    """What is wrong with this node for a run of ``ranks`` ranks here, a line each."""
+    problems = gpu_problems(ranks, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    temporary = tempfile.gettempdir()
+    free = shutil.disk_usage(temporary).free
+    if free < _LEAST_TEMPORARY:
+        problems.append(f"{free / 1e6:,.0f} MB are free in {temporary}, of at least {_LEAST_TEMPORARY / 1e6:,.0f}")
+    if logs is not None and not logs.is_dir():
+        problems.append(f"it does not see {logs}, which the job has made: a file system is not mounted here")
+    return problems
+
+
+def gpu_problems(ranks: int, visible: str | None) -> list[str]:
+    """What nvidia-smi says against the GPUs that ``ranks`` ranks would use; nothing where it is not installed.
+
+    Args:
+        ranks: one a GPU.
+        visible: CUDA_VISIBLE_DEVICES, None where it is not set.
+    """
+    command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except FileNotFoundError:
+        return []
+    except subprocess.TimeoutExpired:
+        return ["nvidia-smi does not answer: a GPU or its driver hangs"]
+    if done.returncode:
+        said = (done.stdout + done.stderr).strip().splitlines() or ["it says nothing"]
+        return [f"nvidia-smi ends with code {done.returncode}: {said[-1]}"]
+    rows = [[field.strip() for field in row] for row in csv.reader(done.stdout.splitlines()) if len(row) == 5]
+    present = len(rows)
+    if visible is not None:
+        names = [name.strip() for name in visible.split(",") if name.strip()]
+        rows = [row for row in rows if row[0] in names or any(row[1].startswith(name) for name in names)]
+        # Slices of a GPU have no row of their own.
+        present = len(rows) + sum(name.startswith("MIG-") for name in names)
+    problems = []
+    if present < ranks:
+        problems.append(f"nvidia-smi shows {present} GPUs of the {ranks} that the job has here")
+    for index, uuid, total, used, errors in rows:
+        if errors.isdecimal() and int(errors):  # "[N/A]" where it is not counted
+            problems.append(f"GPU {index} ({uuid}) has {errors} uncorrected ECC errors since its last reset")
+        if total.isdecimal() and used.isdecimal() and int(used) > _MOST_USED * int(total):
+            problems.append(f"GPU {index} ({uuid}) has {used} of {total} MiB in use before a rank has started")
+    return problems
+
+
+def check_room(run_dir: Path) -> None:
+    """Refuse a run whose next checkpoint would not fit: that is known before hours of training.
+
+    Raises:
+        UserError: less is free than the newest checkpoint takes.
+    """
+    folder = RunFiles(run_dir).checkpoints
+    steps = checkpoint_steps(folder)
+    if not steps:
+        return
+    newest = checkpoint_path(folder, steps[-1])
+    need = sum(file.stat().st_size for file in newest.iterdir() if file.is_file())
+    free = shutil.disk_usage(folder).free
+    if free < need:
+        raise UserError(
+            f"{folder}: {free / 1e6:,.1f} MB are free there, but the next checkpoint needs {need / 1e6:,.1f} MB, as "
+            f"{newest.name} does. Once this is mended, the same command goes on from step {steps[-1]}"
+        )
+
+
+# --- what node 0 makes of it
+
+
+def judge_nodes(reports: Mapping[int, Mapping[str, Any]], nodes: int, where: str) -> dict[str, Any]:
+    """Verdict over the nodes' reports on themselves.
+
+    Args:
+        reports: by node; those that did not come are missing. ``offset_s`` is a clock's lead over node 0's.
+        nodes: how many there are.
+        where: host and port where they met.
+    """
+    found: dict[str, str] = {}
+    missing = [node for node in range(nodes) if node not in reports]
+    names = {node: str(reports[node]["host"]) if node in reports else _expected_host(node) for node in range(nodes)}
+    if len(missing) == nodes - 1 > 1:
+        found[names[0]] = f"none of the other {nodes - 1} nodes has reached {where} within {MEET_S:g} s"
+        missing = []
+    for node in missing:
+        found[names[node]] = f"it has not reached {where} within {MEET_S:g} s"
+    for node, report in reports.items():
+        apart = [abs(report["offset_s"] - other["offset_s"]) for other in reports.values() if other is not report]
+        problems = list(report["problems"])
+        if sum(seconds > _CLOCK_S for seconds in apart) > len(apart) / 2:
+            problems.append(f"its clock is {max(apart):,.1f} s apart from the other nodes'")
+        if problems:
+            found[names[node]] = "; ".join(problems)
+    order = by_topology([str(reports[node]["topology"]) if node in reports else "" for node in range(nodes)])
+    return _verdict(found) | {"hosts": [names[node] for node in order], "order": order}
+
+
+def judge_probes(
+    failed: Sequence[Sequence[Mapping[str, Any]] | None], hosts: Sequence[str], ranks: int
+) -> dict[str, Any]:
+    """Verdict over the all-reduce.
+
+    Args:
+        failed: for each node in the order of ranks, what its ranks say that have failed; None if it has gone.
+        hosts: names of the nodes in that order.
+        ranks: on each node.
+    """
+    found: dict[str, str] = {}
+    for host, failures in zip(hosts, failed, strict=True):
+        if failures is None:
+            found[host] = "it has gone during the all-reduce"
+        for failure in failures or ():
+            for rank in failure["accused"]:
+                found.setdefault(hosts[rank // ranks], f"rank {rank}: {failure['reason']}")
+    if found:
+        return _verdict(found)
+    told = [f"{host}: {failure['reason']}" for host, failures in zip(hosts, failed) for failure in failures or ()]
+    return {"reason": told[0] if told else "", "bad": [], "hosts": [], "order": []}
+
+
+def _verdict(found: Mapping[str, str]) -> dict[str, Any]:
+    reason = "; ".join(f"node {host} is bad: {text}" for host, text in found.items())
+    return {"reason": reason, "bad": list(found), "hosts": [], "order": []}
+
+
+def _expected_host(node: int) -> str:
+    """Name of a node that has not been heard, as Slurm has it."""
+    nodes = os.environ.get("SLURM_STEP_NODELIST")
+    if nodes:
+        with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError):
+            command = ["scontrol", "show", "hostnames", nodes]
+            listed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+            return listed.split()[node]
+    return f"number {node}"
+
+
+def by_topology(addresses: Sequence[str]) -> list[int]:
+    """Order of nodes in which those of one switch stand together, at every level of the network.
+
+    Args:
+        addresses: SLURM_TOPOLOGY_ADDR of each node, like ``spine.leaf1.node3``; the first node stays the first.
+    """
+    first: dict[tuple[str, ...], int] = {}
+    paths = [address.split(".")[:-1] for address in addresses]
+    for node, path in enumerate(paths):
+        for depth in range(len(path)):
+            first.setdefault(tuple(path[: depth + 1]), node)
+    keys = [[first[tuple(path[: depth + 1])] for depth in range(len(path))] for path in paths]
+    return sorted(range(len(addresses)), key=lambda node: (keys[node], node))
+
+
+# --- the all-reduce of known sum
+
+
+def probe(place: Place) -> list[dict[str, Any]]:
+    """Run this node's ranks of the probe; what those say that failed."""
+    command = [sys.executable, "-m", "megatron_mhar.launch.probe"]
+    ranks = [
+        subprocess.Popen(
+            command, env={**os.environ, **place.environment(local_rank)},
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for local_rank in range(place.ranks)
+    ]  # fmt: skip
+    end = time.monotonic() + _PROBE_S
+    failed = []
+    for local_rank, process in enumerate(ranks):
+        rank = place.node * place.ranks + local_rank
+        try:
+            output, _ = process.communicate(timeout=max(1.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            failed.append({"accused": [], "reason": f"rank {rank} has not come out of an all-reduce in {_PROBE_S:g} s"})
+            continue
+        if process.returncode:
+            failed.append(_failure(rank, process.returncode, output))
+    return failed
+
+
+def _failure(rank: int, code: int, output: str) -> dict[str, Any]:
+    last = (output.strip().splitlines() or ["it said nothing"])[-1]
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        told = json.loads(last)
+        return {"accused": list(told["accused"]), "reason": str(told["reason"])}
+    # It ended without an explanation: a crash of a driver or library, or the system's memory is short.
+    return {"accused": [rank], "reason": f"ended with code {code}: {last[:500]}"}
+
+
+# --- the nodes' conversation
+
+
+@dataclass
+class _Link:
+    """A connection to another node: a JSON document a line."""
+
+    socket: socket.socket
+
+    def __post_init__(self) -> None:
+        self._file = self.socket.makefile("rw", encoding="utf-8", newline="\n")
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(message) + "\n")
+        self._file.flush()
+
+    def receive(self, timeout_s: float) -> Any:
+        self.socket.settimeout(timeout_s)
+        line = self._file.readline()
+        if not line:
+            raise OSError("the connection has been closed")
+        return json.loads(line)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.close()
+        self.socket.close()
+
+
+class Meeting:
+    """The nodes of a run, each with a connection to node 0; a lone node meets itself.
+
+    Args:
+        place: of this node.
+        timeout_s: how long node 0 waits for the others, and they for it.
+
+    Raises:
+        Unhealthy: node 0 cannot be reached, or cannot listen.
+    """
+
+    def __init__(self, place: Place, *, timeout_s: float = MEET_S) -> None:
+        self.place = place
+        self.where = f"{place.address}:{place.port}"
+        self._links: dict[int, _Link] = {}
+        end = time.monotonic() + timeout_s
+        if place.nodes > 1:
+            self._listen(end) if place.node == 0 else self._connect(end)
+
+    def exchange(self, own: Mapping[str, Any], judge: Callable[[dict[int, Any]], dict[str, Any]]) -> dict[str, Any]:
+        """Tell node 0 something, and hear its verdict, which is the same on every node.
+
+        Args:
+            own: what this node has to say.
+            judge: called by node 0 with what each node says; one that cannot be heard is missing. ``offset_s`` is added
+                to each: by how much that node's clock is ahead of node 0's.
+
+        Raises:
+            Unhealthy: node 0 does not answer.
+        """
+        if self.place.node:
+            try:
+                self._links[0].receive(_PROBE_S + MEET_S)  # asked for it
+                self._links[0].send({**own, "time": time.time()})
+                verdict: dict[str, Any] = self._links[0].receive(_PROBE_S + MEET_S)
+                return verdict
+            except (OSError, ValueError) as error:
+                raise Unhealthy(f"{self.where}: the first node does not answer any more: {error}") from None
+        messages: dict[int, Any] = {0: {**own, "offset_s": 0.0}}
+        for node, link in self._links.items():
+            with contextlib.suppress(OSError, ValueError):
+                asked = time.time()
+                link.send({})
+                message = link.receive(_PROBE_S + _ANSWER_S)
+                # The answer was written in the middle of this, as far as can be told.
+                offset_s = message["time"] - (asked + time.time()) / 2
+                messages[node] = {**message, "offset_s": offset_s}
+        verdict = judge(messages)
+        for link in self._links.values():
+            with contextlib.suppress(OSError):
+                link.send(verdict)
+        return verdict
+
+    def _listen(self, end: float) -> None:
+        """Node 0: wait for the others, those of this job alone."""
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        try:
+            server = socket.create_server(("", self.place.port), family=family, dualstack_ipv6=dual)
+        except OSError as error:
+            host = host_name()
+            reason = f"node {host} is bad: port {self.place.port} cannot be opened there ({error.strerror})"
+            raise Unhealthy(reason, [host]) from None
+        with server:  # closed before the verdict: the ranks will listen there
+            while len(self._links) < self.place.nodes - 1 and (left := end - time.monotonic()) > 0:
+                server.settimeout(left)
+                with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                    link = _Link(server.accept()[0])
+                    hello = link.receive(min(left, _ANSWER_S))
+                    if hello["job"] == _job() and 0 < hello["node"] < self.place.nodes:
+                        self._links[hello["node"]] = link
+                    else:
+                        link.close()
+
+    def _connect(self, end: float) -> None:
+        while True:
+            try:
+                link = _Link(socket.create_connection((self.place.address, self.place.port), timeout=_ANSWER_S))
+                link.send({"job": _job(), "node": self.place.node})
+            except OSError as error:
+                if time.monotonic() > end:
+                    raise Unhealthy(f"{host_name()} does not reach {self.where}: {error}") from None
+                time.sleep(0.2)
+                continue
+            self._links[0] = link
+            return
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for link in self._links.values():
+            link.close()
+
+
+def _job() -> str:
+    return os.environ.get("SLURM_JOB_ID", "")

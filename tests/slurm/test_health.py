@@ -1,0 +1,258 @@
+"""Bad nodes are named before a run starts."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_mhar.errors import UserError
+from megatron_mhar.launch import health
+from megatron_mhar.launch.health import (
+    Meeting,
+    Unhealthy,
+    by_topology,
+    check_nodes,
+    check_room,
+    gpu_problems,
+    judge_nodes,
+    judge_probes,
+    level_of,
+    node_problems,
+)
+from megatron_mhar.launch.place import Place
+from tests.launch import ROOT
+
+
+def gpu(index: int, *, used: int = 600, errors: str = "0") -> str:
+    return f"{index}, GPU-{index}ab, 81559, {used}, {errors}"
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Put an nvidia-smi on the path that says these lines, and ends with a code."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+    def says(*lines: str, code: int = 0) -> None:
+        text = "\n".join(lines)
+        tool = folder / "nvidia-smi"
+        tool.write_text(f"#!/usr/bin/env bash\ncat <<'END'\n{text}\nEND\nexit {code}\n")
+        tool.chmod(0o755)
+
+    return says
+
+
+def test_healthy_gpus(nvidia_smi: Callable[..., None]) -> None:
+    nvidia_smi(*(gpu(i, errors="[N/A]" if i else "0") for i in range(8)))
+    assert gpu_problems(8, None) == gpu_problems(8, "0,1,2,3,4,5,6,7") == []
+    assert gpu_problems(2, "GPU-3ab,GPU-5") == []
+    assert gpu_problems(2, "MIG-1,MIG-2") == []
+
+
+def test_bad_gpus_are_named(nvidia_smi: Callable[..., None]) -> None:
+    nvidia_smi(gpu(0), gpu(1, errors="2"), gpu(2, used=40000))
+    missing, ecc, memory = gpu_problems(4, "0,1,2,3")
+    assert missing == "nvidia-smi shows 3 GPUs of the 4 that the job has here"
+    assert ecc == "GPU 1 (GPU-1ab) has 2 uncorrected ECC errors since its last reset"
+    assert memory == "GPU 2 (GPU-2ab) has 40000 of 81559 MiB in use before a rank has started"
+    assert gpu_problems(1, "0") == [], "those of other jobs do not count"
+    nvidia_smi("Unable to determine the device handle for GPU0000:1B:00.0: Unknown Error", code=15)
+    (problem,) = gpu_problems(1, None)
+    assert problem.startswith("nvidia-smi ends with code 15: Unable to determine the device handle")
+
+
+def test_without_nvidia_smi_there_are_no_gpus_to_look_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert gpu_problems(8, None) == []
+
+
+def test_disk_and_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert node_problems(1, tmp_path) == []
+    (problem,) = node_problems(1, tmp_path / "none")
+    assert problem.startswith(f"it does not see {tmp_path}/none")
+    monkeypatch.setattr(health, "_LEAST_TEMPORARY", 1 << 60)
+    (problem,) = node_problems(1, None)
+    assert "MB are free in " in problem
+
+
+def test_room_for_the_next_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_room(tmp_path)
+    newest = tmp_path / "checkpoints/step_00000020"
+    newest.mkdir(parents=True)
+    (newest / "a.distcp").write_bytes(bytes(3_000_000))
+    check_room(tmp_path)
+    usage = health.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(health.shutil, "disk_usage", lambda folder: usage._replace(free=2_000_000))
+    with pytest.raises(UserError, match=r"2\.0 MB are free there, but the next checkpoint needs 3\.0 MB.*from step 20"):
+        check_room(tmp_path)
+
+
+def report(host: str, offset_s: float = 0.0, *problems: str, topology: str = "") -> dict[str, Any]:
+    return {"host": host, "offset_s": offset_s, "problems": list(problems), "topology": topology}
+
+
+def judged(*reports: dict[str, Any] | None) -> tuple[str, list[str]]:
+    there = {node: report for node, report in enumerate(reports) if report is not None}
+    verdict = judge_nodes(there, len(reports), "a:20001")
+    return verdict["reason"], verdict["bad"]
+
+
+def test_verdict_over_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_STEP_NODELIST", raising=False)
+    assert judged(report("a"), report("b", 0.3), report("c", -0.2)) == ("", [])
+    assert judged(report("a"), report("b", 0, "x", "y")) == ("node b is bad: x; y", ["b"])
+    # The clock that most others disagree with; of two it cannot be told which is right.
+    reason, bad = judged(report("a"), report("b", -60.0), report("c", -60.1))
+    assert bad == ["a"] and "its clock is 60.1 s apart from the other nodes'" in reason
+    assert judged(report("a"), report("b", 9))[1] == ["a", "b"]
+    assert judged(report("a"), report("b"), None) == ("node number 2 is bad: it has not reached a:20001 within 120 s",
+                                                     ["number 2"])  # fmt: skip
+    assert judged(report("a"), None, None)[1] == ["a"], "one that nobody reaches is the bad one"
+
+
+def test_verdict_over_the_all_reduce() -> None:
+    def verdict(*failed: list[dict[str, Any]] | None) -> tuple[str, list[str]]:
+        found = judge_probes(failed, ["a", "b"], 2)
+        return found["reason"], found["bad"]
+
+    wrong, lost = {"accused": [3], "reason": "wrong"}, {"accused": [], "reason": "connection lost"}
+    assert verdict([], []) == ("", [])
+    assert verdict([lost], [wrong, wrong]) == ("node b is bad: rank 3: wrong", ["b"])
+    assert verdict([], None) == ("node b is bad: it has gone during the all-reduce", ["b"])
+    assert verdict([lost], []) == ("a: connection lost", []), "nobody is accused without a reason"
+
+
+def test_order_by_topology() -> None:
+    assert by_topology(["", "", ""]) == [0, 1, 2]
+    addresses = ["s.l2.a", "s.l1.b", "s.l2.c", "t.l3.d", "s.l1.e"]
+    assert by_topology(addresses) == [0, 2, 1, 4, 3]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def meet(nodes: int, present: tuple[int, ...], timeout_s: float) -> dict[int, Any]:
+    """What each node hears, or the error that it gets."""
+    port, heard = free_port(), dict[int, Any]()
+
+    def node(number: int) -> None:
+        try:
+            with Meeting(Place(number, nodes, 1, "localhost", port), timeout_s=timeout_s) as meeting:
+                for _ in range(2):
+                    heard[number] = meeting.exchange({"of": number}, lambda told: {str(n): m for n, m in told.items()})
+        except Unhealthy as error:
+            heard[number] = error
+
+    def stranger() -> None:
+        with socket.create_connection(("localhost", port), timeout=5) as connection:
+            connection.sendall(b'{"job": "another", "node": 1}\n')
+
+    threads = [threading.Thread(target=node, args=(number,)) for number in present]
+    for thread in threads:
+        thread.start()
+    if 0 in present:
+        for _ in range(100):
+            try:
+                stranger()
+                break
+            except OSError:
+                threading.Event().wait(0.02)
+    for thread in threads:
+        thread.join(30)
+    return heard
+
+
+def test_nodes_meet_and_hear_the_same() -> None:
+    heard = meet(3, (0, 1, 2), timeout_s=20)
+    assert heard[0] == heard[1] == heard[2]
+    assert {node: message["of"] for node, message in heard[0].items()} == {"0": 0, "1": 1, "2": 2}
+    assert all(abs(message["offset_s"]) < 5 for message in heard[0].values())
+
+
+def test_who_does_not_come_is_missing() -> None:
+    heard = meet(3, (0, 2), timeout_s=1.5)
+    assert set(heard[0]) == {"0", "2"} and heard[0] == heard[2]
+    assert "does not reach localhost:" in str(meet(2, (1,), timeout_s=0.5)[1])
+
+
+def test_a_port_that_is_taken_is_the_first_nodes_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "n7")
+    with socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True) as other:
+        with pytest.raises(Unhealthy, match=r"node n7 is bad: port \d+ cannot be opened") as caught:
+            Meeting(Place(0, 2, 1, "localhost", other.getsockname()[1]))
+    assert caught.value.hosts == ("n7",)
+
+
+SABOTAGE = """\
+import os, torch
+from megatron_mhar.launch import probe
+whole = torch.distributed.all_reduce
+def all_reduce(numbers):
+    if os.environ["RANK"] == "1":
+        numbers[1] += 1
+    whole(numbers)
+torch.distributed.all_reduce = all_reduce
+probe.main()
+"""
+
+
+def test_the_rank_whose_part_of_a_sum_is_wrong_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks of one node; a wrapper in place of the interpreter spoils what the second one gives."""
+    (tmp_path / "sabotage.py").write_text(SABOTAGE)
+    wrapper = tmp_path / "python"
+    wrapper.write_text(f"#!/usr/bin/env bash\nexec {sys.executable} {tmp_path}/sabotage.py\n")
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("SLURMD_NODENAME", "n7")
+    monkeypatch.setattr(health.sys, "executable", str(wrapper))
+    with pytest.raises(Unhealthy, match="node n7 is bad: rank 1: its part of a sum over all ranks arrived") as caught:
+        check_nodes(Place(0, 1, 2, "localhost", free_port()), logs=None, level="full")
+    assert caught.value.hosts == ("n7",)
+
+
+def test_a_rank_that_crashes_is_its_nodes_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health.sys, "executable", "/bin/false")
+    with pytest.raises(Unhealthy, match=r"rank 0: ended with code 1: it said nothing"):
+        check_nodes(Place(0, 1, 2, "localhost", free_port()), logs=None, level="full")
+
+
+def test_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert level_of({}) == level_of({"MHAR_HEALTH_CHECK": ""}) == "full"
+    with pytest.raises(UserError, match=r"MHAR_HEALTH_CHECK: 'some' given; allowed: full, quick, off"):
+        level_of({"MHAR_HEALTH_CHECK": "some"})
+    monkeypatch.setattr(health, "node_problems", lambda ranks, logs: ["broken"])
+    place = Place(0, 1, 2, "localhost", 1)
+    assert check_nodes(place, logs=None, level="off") == place
+    with pytest.raises(Unhealthy, match="broken"):
+        check_nodes(place, logs=None, level="quick")
+
+
+def test_launch_node_names_the_bad_node(tmp_path: Path, nvidia_smi: Callable[..., None]) -> None:
+    """From the shell: no rank starts, and what the job reads lies in the logs."""
+    nvidia_smi(gpu(0, errors="7"), gpu(1))
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
+    environment |= {
+        "MHAR_RANKS_PER_NODE": "2", "MHAR_LOGS": str(tmp_path), "SLURMD_NODENAME": "n7",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }  # fmt: skip
+    command = [str(ROOT / "launch/node"), str(ROOT / "configs/demo/mhar.yaml"), f"output_dir={tmp_path}"]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 3
+    reason = "node n7 is bad: GPU 0 (GPU-0ab) has 7 uncorrected ECC errors since its last reset"
+    assert reason in done.stderr
+    assert (tmp_path / "bad-nodes").read_text() == "n7\n"
+    assert (tmp_path / "node-0000.end").read_text().endswith(f" 3 {reason}\n")
+    assert not list(tmp_path.glob("rank-*"))
