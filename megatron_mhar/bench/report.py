@@ -19,6 +19,19 @@ if TYPE_CHECKING:
 GIB = 2**30
 
 
+def check_writable(path: Path) -> None:
+    """Find out before anything is measured whether its result can be written.
+
+    Raises:
+        UserError: it cannot.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+
+
 def write_json(report: RoutingReport | StepReport | Any, path: Path) -> None:
     """Write a dataclass as JSON.
 

@@ -140,6 +140,7 @@ def variants(
     settings = [
         f"training.steps={steps}", f"optimizer.warmup_steps={steps - 1}", "optimizer.schedule=cosine",
         "optimizer.decay_steps=null", "optimizer.wsd_decay_steps=null", "training.stop_after=null", "data.valid=[]",
+        "training.skip.spike_factor=null",
         "data.train_weights=null", "data.num_workers=0", "tracking.enabled=false",
     ]  # fmt: skip
     groups = []
@@ -298,6 +299,8 @@ def _one_round(turns: _Turns, device: torch.device, steps: int) -> None:
                     raise WrongResult(f"step {number + 1}: loss {losses[-1]}, gradient norm {norm}")
             else:
                 times.append(milliseconds)
+        if trainer.skips.total:  # a step without its update is no step
+            raise WrongResult(f"{trainer.skips.total} steps were skipped: {trainer.skips.why}")
     turns.losses = turns.losses or tuple(losses)
     turns.rounds += (times,)
     turns.peak = max(turns.peak, platform.peak_memory_bytes())

@@ -113,7 +113,7 @@ def routing(
 
         from megatron_mhar import platform
         from megatron_mhar.bench.machine import describe_machine
-        from megatron_mhar.bench.report import routing_table, write_json
+        from megatron_mhar.bench.report import check_writable, routing_table, write_json
         from megatron_mhar.bench.routing import ALGORITHMS, VERSION, RoutingReport, bench_case, build_case
 
     unknown = [name for name in algorithms if name not in ALGORITHMS]
@@ -130,6 +130,8 @@ def routing(
         for method in methods or (None,)
         for count in heads or (None,)
     ]
+    if json_file is not None:
+        check_writable(json_file)
     console, machine = _console(), describe_machine()
     _head(console, machine)
 
@@ -189,9 +191,11 @@ def step(
     _check_triton()
     with quiet_imports():
         from megatron_mhar.bench.machine import Machine
-        from megatron_mhar.bench.report import step_table, write_json
+        from megatron_mhar.bench.report import check_writable, step_table, write_json
         from megatron_mhar.bench.step import StepResult, bench_step
 
+    if json_file is not None:
+        check_writable(json_file)
     console = _console()
 
     def tell(what: Machine | Sequence[StepResult]) -> None:

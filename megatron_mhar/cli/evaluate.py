@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
 from megatron_mhar.quiet import quiet_imports
-
-ALL = "all"
 
 
 class Batches(click.ParamType):
@@ -18,12 +16,14 @@ class Batches(click.ParamType):
 
     name = "batches"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """``"16"`` -> "16", ``"all"`` -> "all"."""
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | Literal["all"]:
+        """``"16"`` -> 16, ``"all"`` -> "all"."""
         text = str(value)
-        if text != ALL and not (text.isdecimal() and int(text)):
-            self.fail(f"{text!r} given; allowed: a positive whole number, or {ALL}")
-        return text
+        if text == "all":
+            return "all"
+        if not (text.isdecimal() and int(text)):
+            self.fail(f"{text!r} given; allowed: a positive whole number, or all")
+        return int(text)
 
 
 @click.command()
@@ -33,10 +33,12 @@ class Batches(click.ParamType):
     "--checkpoint", type=click.IntRange(min=1), metavar="STEP", help="Step of a checkpoint; the newest by default."
 )
 @click.option(
-    "--batches", type=Batches(), metavar=f"N|{ALL}",
+    "--batches", type=Batches(), metavar="N|all",
     help="Global batches to evaluate, evaluation.batches of the config by default; all takes each sample once.",
 )  # fmt: skip
-def evaluate(run_dir: Path, overrides: tuple[str, ...], checkpoint: int | None, batches: str | None) -> None:
+def evaluate(
+    run_dir: Path, overrides: tuple[str, ...], checkpoint: int | None, batches: int | Literal["all"] | None
+) -> None:
     """Compute the validation loss of a checkpoint of the run in RUN_DIR, and of the average of its weights.
 
     The run may be finished, stopped or training. Its config holds, with keys replaced by KEY=VALUE: another layout,
@@ -57,14 +59,13 @@ def evaluate(run_dir: Path, overrides: tuple[str, ...], checkpoint: int | None, 
     files = RunFiles(run_dir)
     if not files.config.is_file():
         raise UserError(f"{run_dir}: holds no run of mhar train (it has no config.yaml)")
-    count = () if batches in (None, ALL) else (f"evaluation.batches={batches}",)
-    config = load_config(files.config, (*overrides, *count))
+    config = load_config(files.config, overrides)
     if not config.data.valid:
         raise UserError(f"{files.config}: data.valid: no validation files; give them as 'data.valid=[/corpus/valid]'")
     with quiet_imports():
         from megatron_mhar.train.evaluate import evaluate as run
 
-    found = run(run_dir, config, step=checkpoint, whole_set=batches == ALL)
+    found = run(run_dir, config, step=checkpoint, batches=batches)
     if os.environ.get("RANK", "0") != "0":
         return
     click.echo(

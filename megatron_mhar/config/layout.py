@@ -16,6 +16,8 @@ def check_layout(config: RunConfig, world: int) -> int:
         UserError: the layout does not fit the number of ranks, or the batch the layout.
     """
     parallel, training = config.parallel, config.training
+    if config.profile.start_step is not None and (none := [r for r in config.profile.ranks if r >= world]):
+        raise UserError(f"profile.ranks: {none[0]} given, but the run has ranks 0 to {world - 1}")
     sizes = {"tensor": parallel.tensor, "pipeline": parallel.pipeline, "context": parallel.context}
     model_ranks = math.prod(sizes.values())
     if world % model_ranks:

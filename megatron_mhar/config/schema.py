@@ -452,6 +452,8 @@ class RunConfig(Section):
             for path in paths:
                 if not str(path).isprintable():
                     raise problem(key, f"{str(path)!r} given, but a path here has no control characters")
+        if (first := self.profile.start_step) is not None and first > self.training.steps:
+            raise problem("profile.start_step", f"{first} given, but the run ends at step {self.training.steps}")
         try:
             self.residual.check(hidden_size=self.model.hidden_size, num_sublayers=len(self.model.layer_pattern))
         except PydanticCustomError as error:

@@ -186,8 +186,8 @@ def build_datasets(
             raise
         shutil.rmtree(cache, ignore_errors=True)  # a half-written index would be taken for a whole one
         raise UserError(
-            f"{cache}: the sample indices cannot be written and read ({cause}). They are removed, and the same "
-            "command makes them again"
+            f"{cache}: the sample indices cannot be written and read ({cause}). What was there of them "
+            "is removed; once this is mended, the same command makes them again"
         ) from error
     return train_set, valid_set
 

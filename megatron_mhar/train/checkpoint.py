@@ -83,6 +83,7 @@ class Checkpoints:
         }
         self._calls = AsyncCallsQueue()
         self._saving: tuple[int, Path] | None = None  # step and folder of a save under way
+        self._prunes = True  # once the save under way is complete
 
     def resume(self, step: int) -> dict[str, Any]:
         """Remove what interrupted saves left behind, and go on from the checkpoint of ``step``, if that is not 0.
@@ -102,8 +103,8 @@ class Checkpoints:
 
     # --- saving
 
-    def save(self, step: int, progress: dict[str, Any]) -> None:
-        """Write the checkpoint of ``step``, or begin to, once an earlier one is done; then prune.
+    def save(self, step: int, progress: dict[str, Any], *, prune: bool = True) -> None:
+        """Write the checkpoint of ``step``, or begin to, once an earlier one is done; then ``prune`` older ones.
 
         An asynchronous save has copied all tensors when this returns, and is completed by :meth:`poll` or :meth:`wait`.
 
@@ -112,6 +113,7 @@ class Checkpoints:
                 as they were.
         """
         self.wait()
+        self._prunes = prune
         self._saving = step, on_first_rank(lambda: self._begin(step))
         self._attempt(lambda: self._start(progress))
         if not self.settings.asynchronous:
@@ -229,7 +231,8 @@ class Checkpoints:
                 _sync_folder(self.folder)
             except OSError as error:
                 raise self._refusal(step, error) from error
-            self._prune()
+            if self._prunes:
+                self._prune()
 
         on_first_rank(complete)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -28,7 +29,9 @@ from megatron_mhar.train.run_folder import RunFolder
 from megatron_mhar.train.watch import Watch
 
 
-def evaluate(run_dir: Path, config: RunConfig, *, step: int | None = None, whole_set: bool = False) -> Evaluation:
+def evaluate(
+    run_dir: Path, config: RunConfig, *, step: int | None = None, batches: int | Literal["all"] | None = None
+) -> Evaluation:
     """Evaluate a checkpoint of the run in ``run_dir``, and write what was found there; called by every rank.
 
     The run may be training at the same time. Optimizer state is loaded with the weights, for their average is part of
@@ -38,8 +41,8 @@ def evaluate(run_dir: Path, config: RunConfig, *, step: int | None = None, whole
         run_dir: folder of the run.
         config: of the run, perhaps with another layout, micro-batch or validation set.
         step: of the checkpoint; the newest complete one by default.
-        whole_set: all samples, each once, but for what is left of the last global batch, instead of
-            ``evaluation.batches`` global batches.
+        batches: global batches, instead of ``evaluation.batches``; "all" takes each sample once, but for what is left
+            of the last one.
 
     Raises:
         UserError: there is no such checkpoint, it cannot be loaded, or config, data and layout do not fit.
@@ -58,15 +61,15 @@ def evaluate(run_dir: Path, config: RunConfig, *, step: int | None = None, whole
             found = on_first_rank(lambda: _choose(folder.files, step))
             on_every_rank(lambda: check_data(config, train=False) if local_rank() == 0 else {})
             digests = on_first_rank(lambda: check_data(config, train=False))
-            if whole_set:
-                count = on_first_rank(lambda: _global_batches(config))
+            if batches is not None:
+                count = on_first_rank(lambda: _global_batches(config, batches))
                 evaluation = config.evaluation.model_copy(update={"batches": count})
                 config = config.model_copy(update={"evaluation": evaluation})
             progress = stack.enter_context(ProgressLog(None, total=config.training.steps, start=found))
             trainer = Trainer(config, folder, device, progress, None, digests, trains=False)
+            found = _load(trainer, folder.files, found, step)
             watch.steps_done = lambda: found
-            trainer.checkpoints.load(found)
-            at_once = 1 if whole_set else None
+            at_once = None if batches is None else 1
             loss = trainer.evaluate(average=False, at_once=at_once)
             averaged = config.optimizer.ema_decay is not None
             sequences = config.evaluation.batches * config.training.global_batch_size
@@ -104,13 +107,29 @@ def _choose(files: RunFiles, asked: int | None) -> int:
     path = files.evaluation_of(step)
     try:
         path.parent.mkdir(exist_ok=True)
+        probe = path.with_suffix(".writable")
+        probe.write_text("")
+        probe.unlink()
     except OSError as error:
         raise UserError(f"{path.parent}: cannot be made: {error.strerror}") from error
     return step
 
 
-def _global_batches(config: RunConfig) -> int:
-    """Whole global batches in the validation set, each sample taken once."""
+def _load(trainer: Trainer, files: RunFiles, found: int, asked: int | None) -> int:
+    """Load the checkpoint that was chosen, or a newer one if the run, which goes on, has removed it in the meantime."""
+    while True:
+        path = checkpoint_path(files.checkpoints, found)
+        try:
+            trainer.checkpoints.load(found)
+            return found
+        except UserError:
+            if on_first_rank(path.is_dir):
+                raise
+            found = on_first_rank(lambda: _choose(files, asked))
+
+
+def _global_batches(config: RunConfig, asked: int | Literal["all"]) -> int:
+    """Global batches to evaluate, of samples each taken once."""
     length, size = config.training.sequence_length, config.training.global_batch_size
     files = (check_token_file(prefix, sequence_length=length) for prefix in dict.fromkeys(config.data.valid))
     samples = sum((file.tokens - 1) // length for file in files)
@@ -119,4 +138,7 @@ def _global_batches(config: RunConfig) -> int:
             f"data.valid: {samples} samples of {length} tokens, fewer than a global batch; with "
             f"training.global_batch_size={samples} all of them are evaluated"
         )
-    return samples // size
+    count = samples // size
+    if asked != "all" and asked > count:
+        raise UserError(f"--batches: {asked} given, but data.valid has {count} whole global batches; all takes these")
+    return count if asked == "all" else asked

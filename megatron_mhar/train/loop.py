@@ -203,13 +203,14 @@ class Trainer:
                         self.checkpoints.wait()
                         raise UserError(
                             f"{skipped}. So many in a row stop the run (training.skip.max_in_row): see samples "
-                            f"{self._samples(step, self.skips.in_row)}. Nothing of these steps is saved, the newest "
-                            f"checkpoint is of step {saved}"
+                            f"{self._samples(step, self.skips.in_row)}. The newest checkpoint is of step {saved}"
                         )
                 self.progress.step(step)
                 stopping = any_rank(self.stop_signal is not None)
                 evaluates = step % self.config.evaluation.interval == 0 or step == training.steps
-                saves = step % self.config.checkpoint.interval == 0 or step == last or stopping
+                # Weights do not change in a row of skipped steps, and may be lost already: what is there stays.
+                due = step % self.config.checkpoint.interval == 0 and not self.skips.in_row
+                saves = due or step == last or stopping
                 if step % training.log_interval == 0 or evaluates or saves:
                     self._report(step, pending, time.perf_counter() - mark)
                     pending = []
@@ -218,7 +219,8 @@ class Trainer:
                     stopping = any_rank(self.stop_signal is not None)  # it may have come in the meantime
                 if saves or stopping:
                     samples = step * training.global_batch_size
-                    self.checkpoints.save(step, {"step": step, "samples": samples, "skips": self.skips.state()})
+                    progress = {"step": step, "samples": samples, "skips": self.skips.state()}
+                    self.checkpoints.save(step, progress, prune=not self.skips.in_row)
                     saved = step
                     stopping = any_rank(self.stop_signal is not None)
                 if not pending:

@@ -19,7 +19,6 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 from megatron_mhar import platform
 from megatron_mhar.config.schema import SUBLAYERS, ProfileConfig
-from megatron_mhar.errors import UserError
 
 logger = logging.getLogger("megatron_mhar")
 
@@ -87,7 +86,7 @@ class StepProfiler:
     def begin_step(self, step: int) -> None:
         """Called before ``step``, the number of the step to come."""
         start, steps = self._config.start_step, self._config.steps
-        if self._first and step >= self._first + steps:
+        if self._first and start is not None and step >= start + steps:
             self._finish()
         elif self._first:
             self._last = step
@@ -109,13 +108,14 @@ class StepProfiler:
         if self._profiler is None:
             return
         path = self._folder / f"steps_{first}-{self._last}_rank_{self._rank}.json"
+        profiler, self._profiler = self._profiler, None
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._profiler.export_chrome_trace(str(path))
-        except (OSError, RuntimeError) as error:
-            raise UserError(f"{path}: the profile cannot be written ({error})") from error
-        self._profiler = None
-        logger.info("profile of steps %d to %d: %s", first, self._last, path)
+            profiler.export_chrome_trace(str(path))
+        except (OSError, RuntimeError) as error:  # no reason to lose the run
+            logger.warning("%s: the profile cannot be written (%s); the run goes on", path, error)
+        else:
+            logger.info("profile of steps %d to %d: %s", first, self._last, path)
 
     def __enter__(self) -> StepProfiler:
         return self

@@ -19,8 +19,8 @@ from megatron_mhar.run_files import RunFiles, RunSummary, checkpoint_steps, writ
 CHANGEABLE = (
     "output_dir", "parallel.", "checkpoint.", "tracking.", "data.num_workers", "data.train", "data.valid",
     "training.stop_after", "training.micro_batch_size", "training.log_interval", "training.recompute",
-    "training.cuda_graph", "training.skip.", "training.peak_tflops", "model.layers", "residual.backend", "evaluation.",
-    "profile.",
+    "training.cuda_graph", "training.skip.", "training.peak_tflops", "model.layers", "residual.backend",
+    "evaluation.interval", "evaluation.tail", "profile.",
 )  # fmt: skip
 
 
@@ -45,21 +45,19 @@ class RunFolder:
             UserError: the folder cannot be written, or belongs to a run of another config or of other data.
         """
         digests = digests or {}
-        contents = json.dumps([digests[file] for file in self.config.data.train if file in digests], indent=1)
+        data = self.config.data
+        sets = {"train": data.train, "valid": data.valid}
+        contents = {name: [digests[file] for file in files if file in digests] for name, files in sets.items()}
         with self._made():
             steps = checkpoint_steps(self.files.checkpoints)
             if steps or (self.files.journal.is_file() and self.files.journal.stat().st_size):
                 # A run that failed before its first step is no run yet.
                 self._refuse_another_run()
-                if self.files.data.is_file() and digests and self.files.data.read_text() != contents:
-                    raise UserError(
-                        f"{self.path}: was trained on other data: the contents of data.train "
-                        f"({', '.join(self.config.data.train)}) have changed since. Bring the files back, give this "
-                        "run another name=..., or remove the folder"
-                    )
+                if self.files.data.is_file() and digests:
+                    self._refuse_other_data(json.loads(self.files.data.read_text()), contents)
             write_whole(self.files.config, dump_config(self.config))
             if digests:
-                write_whole(self.files.data, contents)
+                write_whole(self.files.data, json.dumps(contents, indent=1))
         return steps[-1] if steps else 0
 
     @contextmanager
@@ -102,6 +100,17 @@ class RunFolder:
                 f"{self.path}: holds a run with another config ({'; '.join(changed)}). "
                 "Give this run another name=..., or remove the folder"
             )
+
+    def _refuse_other_data(self, earlier: Mapping[str, list[str]], now: Mapping[str, list[str]]) -> None:
+        """One curve is of one set of data; validation data may come to a run that had none."""
+        hints = {"train": "", "valid": " (mhar evaluate takes other validation data)"}
+        for name, done in (("train", "trained"), ("valid", "evaluated")):
+            if earlier[name] != now[name] and (name == "train" or earlier[name]):
+                files = ", ".join(getattr(self.config.data, name)) or "none"
+                raise UserError(
+                    f"{self.path}: was {done} on other data: the contents of data.{name} ({files}) have changed since. "
+                    f"Bring the files back, give this run another name=..., or remove the folder{hints[name]}"
+                )
 
     def finished(self) -> RunSummary | None:
         """Summary of the run if its last step is done."""

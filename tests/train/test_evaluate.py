@@ -132,3 +132,38 @@ def test_what_does_not_fit_is_one_error(run, arguments, message):
 @pytest.mark.parametrize("batches", ["0", "-1", "many"])
 def test_a_number_of_batches_is_positive_or_all(run, batches):
     assert f"'{batches}' given; allowed: a positive whole number, or all" in mhar_evaluate(run, "--batches", batches)
+
+
+def test_no_more_batches_than_there_are(run):
+    with pytest.raises(UserError, match=r"--batches: 100000 given, but data\.valid has \d+ whole global batches"):
+        mhar_evaluate(run, "--batches", 100000)
+
+
+def test_a_checkpoint_that_the_run_removes_meanwhile_gives_way_to_the_next(run, tmp_path, monkeypatch):
+    from megatron_mhar.train.checkpoint import Checkpoints
+
+    moving = tmp_path / "moving"
+    shutil.copytree(run, moving)
+    load, asked = Checkpoints.load, []
+
+    def load_late(self, step):
+        asked.append(step)
+        if len(asked) == 1:  # a save of the run is completed just before
+            (self.folder / "step_00000008").rename(self.folder / "step_00000010")
+        return load(self, step)
+
+    monkeypatch.setattr(Checkpoints, "load", load_late)
+    assert "step 10:" in mhar_evaluate(moving) and asked == [8, 10]
+
+
+def test_a_place_that_cannot_be_written_is_told_before(run, tmp_path, monkeypatch):
+    from megatron_mhar.train.loop import Trainer
+
+    full = tmp_path / "full"
+    shutil.copytree(run, full, ignore=shutil.ignore_patterns("evaluation"))
+    (full / "evaluation" / "step_00000008.writable").mkdir(
+        parents=True
+    )  # a file cannot be made there, for root neither
+    monkeypatch.setattr(Trainer, "evaluate", lambda *a, **k: pytest.fail("evaluated for nothing"))
+    with pytest.raises(UserError, match="evaluation: "):
+        mhar_evaluate(full)

@@ -3,7 +3,10 @@
 import json
 
 import pytest
+from pydantic import ValidationError
 
+from megatron_mhar.errors import UserError
+from megatron_mhar.run_files import RunFiles
 from tests.conftest import METHODS, tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -49,3 +52,35 @@ def test_other_ranks_and_other_steps_are_left_alone(tmp_path, monkeypatch):
     off = [1, 2, 3, 4]
     assert events == [*off, *off, 1, "on", 2, "off", 3, 4, *off]
     assert not list(tmp_path.iterdir())
+
+
+def test_a_profile_that_cannot_be_written_costs_no_run(tmp_path, corpus):
+    from megatron_mhar.train.loop import train
+
+    config = tiny_run(
+        corpus, tmp_path, model={"num_layers": 1}, data={"valid": []}, profile={"start_step": 2, "steps": 1},
+        training={"steps": 4, "global_batch_size": 2},
+    )  # fmt: skip
+    config.run_dir.mkdir()
+    (config.run_dir / "profile").write_text("in the way")
+    assert train(config).steps == 4
+    assert "the profile cannot be written" in RunFiles(config.run_dir).log.read_text()
+
+
+def test_a_window_ends_where_it_was_to_end_after_a_restart_too(tmp_path):
+    from megatron_mhar.config.schema import ProfileConfig
+    from megatron_mhar.train.profile import StepProfiler
+
+    with StepProfiler(ProfileConfig(start_step=3, steps=4), [], tmp_path, 0) as profiler:
+        for step in range(5, 9):
+            profiler.begin_step(step)
+    assert [path.name for path in tmp_path.iterdir()] == ["steps_5-6_rank_0.json"]
+
+
+def test_a_window_or_rank_that_is_never_reached_is_refused(tmp_path, corpus):
+    from megatron_mhar.config.layout import check_layout
+
+    with pytest.raises(ValidationError, match=r"9 given, but the run ends at step 8"):
+        tiny_run(corpus, tmp_path, profile={"start_step": 9})
+    with pytest.raises(UserError, match=r"profile\.ranks: 7 given, but the run has ranks 0 to 1"):
+        check_layout(tiny_run(corpus, tmp_path, profile={"start_step": 1, "ranks": [0, 7]}), 2)

@@ -3,6 +3,7 @@
 import math
 import re
 import statistics
+from functools import partial
 
 import pytest
 
@@ -98,7 +99,7 @@ def test_too_many_in_a_row_stop_the_run_and_the_samples_are_named(tmp_path, corp
     message = re.compile(
         r"step 7: skipped, loss or gradients are not finite: loss \d\.\d{4}, gradient norm nan, samples 24 to 27; "
         r"2 in a row, 3 of the run\. So many in a row stop the run \(training\.skip\.max_in_row\): see samples 20 to "
-        r"27\. Nothing of these steps is saved, the newest checkpoint is of step 4$"
+        r"27\. The newest checkpoint is of step 4$"
     )
     with poisoned({2: "nan", 6: "nan", 7: "nan"}) as unmoved:
         with pytest.raises(UserError, match=message):
@@ -121,5 +122,20 @@ def test_a_run_that_diverges_is_stopped(tmp_path, corpus):
         corpus, tmp_path, optimizer={"lr": 1e20, "min_lr": 1e20, "clip_grad": 0.0, "warmup_steps": 0,
                                      "schedule": "constant"}, training={"skip": {"max_in_row": 3}},
     )  # fmt: skip
-    with pytest.raises(UserError, match=r"3 in a row.*the newest checkpoint is of step 0$"):
+    with pytest.raises(UserError, match=r"3 in a row.*The newest checkpoint is of step 0$"):
         train(config)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_checkpoints_before_a_row_of_skipped_steps_stay(tmp_path, corpus):
+    """The weights may have been lost before the first skipped step: no save in the row, and none removes older ones."""
+    config = partial(tiny_run, corpus, tmp_path, checkpoint={"interval": 2, "keep": 1})
+    skip = {"max_in_row": 4}
+    with poisoned({3: "nan", 4: "nan", 5: "nan", 6: "nan"}), pytest.raises(UserError, match=r"is of step 2$"):
+        train(config(name="stopped", training={"skip": skip}))
+    assert checkpoint_steps(RunFiles(config(name="stopped").run_dir).checkpoints) == [2]
+    with poisoned({3: "nan", 4: "nan", 5: "nan"}):
+        train(config(name="paused", training={"skip": skip, "stop_after": 5}))
+        assert checkpoint_steps(RunFiles(config(name="paused").run_dir).checkpoints) == [2, 5]
+        train(config(name="paused", training={"skip": skip}))
+    assert checkpoint_steps(RunFiles(config(name="paused").run_dir).checkpoints) == [8]
