@@ -145,6 +145,8 @@ def routing(
         report = replace(report, cases=(*report.cases, found))
         if json_file is not None:  # the file has what is known if the next shape is cut off
             write_json(report, json_file)
+    if not any(found.results for found in report.cases):
+        raise UserError(f"--algorithms: {', '.join(algorithms)} given, but none of them can do this here, see above")
     if report.failed:
         raise SystemExit(1)
 

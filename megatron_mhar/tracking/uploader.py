@@ -217,7 +217,8 @@ def main() -> int:
     arguments = parser.parse_args()
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    os.nice(10)
+    if arguments.trainer is not None:  # training comes first; who calls mhar sync waits for this
+        os.nice(10)
     files = Files.of(arguments.run_dir)
     try:
         job = Job.read(files.job)

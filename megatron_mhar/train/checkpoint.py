@@ -317,7 +317,10 @@ class Checkpoints:
         # Keys that came later are told by the tensors that they mean.
         for key, value in (saved or {}).items():
             if self.model.get(key) != value:
-                raise _unloadable(path, f"{key}: {value!r} there, {self.model.get(key)!r} here")
+                raise UserError(
+                    f"{path}: the checkpoint cannot be loaded ({key}: {value!r} there, {self.model.get(key)!r} here); "
+                    "it is of another model"
+                )
 
 
 class _Handover:

@@ -153,3 +153,25 @@ def test_an_algorithm_that_is_not_there(capsys):
         cli.main(["bench", "routing", "--shape", "tiny", "--algorithms", "ours,fla"])
     assert end.value.code == 2
     assert "'fla' given; allowed: paper, ours, flash-linear-attention" in capsys.readouterr().err
+
+
+def test_nothing_to_measure_is_an_error():
+    from click.testing import CliRunner
+
+    from megatron_mhar.cli.bench import bench
+
+    result = CliRunner().invoke(bench, ["routing", "--shape", "tiny", "--dtype", "fp32", "--algorithms", "Liger"])
+    assert isinstance(result.exception, UserError) and "Liger given, but none" in str(result.exception)
+
+
+def test_the_place_for_the_json_is_tried_first(tmp_path, monkeypatch):
+    from click.testing import CliRunner
+
+    from megatron_mhar.bench import routing
+    from megatron_mhar.cli.bench import bench
+
+    monkeypatch.setattr(routing, "bench_case", lambda *a, **k: pytest.fail("measured for nothing"))
+    (tmp_path / "file").write_text("")
+    given = ["routing", "--shape", "tiny", "--dtype", "fp32", "--json", str(tmp_path / "file" / "x.json")]
+    result = CliRunner().invoke(bench, given)
+    assert isinstance(result.exception, UserError) and "x.json: cannot be written" in str(result.exception)
