@@ -48,16 +48,23 @@ def parameters(sites, d, null, scale, dtype, gate=False):
     ]
 
 
-def model(rows, sites, embedding, heads, fused, *, made, plain=route_reference):
-    """A model whose sublayers are tanh: output, sources. ``made`` names the row that each output becomes."""
+def model(rows, sites, embedding, heads, fused, *, made, plain=route_reference, cut=None):
+    """A model whose sublayers are tanh: output, sources. ``made`` names the row that each output becomes.
+
+    With ``cut`` the sites from there on have a chain of their own, as on another pipeline stage.
+    """
     plan = ReadPlan(rows, heads)
-    reader = start(plan, dict(enumerate(sites))) if fused else None
+    every = dict(enumerate(sites))
+    reader = start(plan, {t: every[t] for t in range(cut or len(sites))}) if fused else None
 
     def add(row, tensor):
         return reader.add(row, tensor) if reader else tensor
 
     sources = {0: add(0, embedding)}
     for t, read in enumerate(rows):
+        if reader and t == cut:
+            reader = start(plan, {site: every[site] for site in range(cut, len(sites))})
+            sources = {row: reader.add(row, source) for row, source in sources.items()}
         own = [sources[row] for row in read]
         query, norm_weight, null, gate = sites[t]
         stream = None if gate is None else embedding * 0.5
@@ -72,7 +79,7 @@ def model(rows, sites, embedding, heads, fused, *, made, plain=route_reference):
     return out, sources
 
 
-def gradients(rows, sites, embedding, heads, fused, *, made, extra=(), plain=route_reference):
+def gradients(rows, sites, embedding, heads, fused, *, made, extra=(), plain=route_reference, cut=None):
     """Loss and gradients of embedding and parameters; sources in ``extra`` are also used by someone else.
 
     The reference is run in float64.
@@ -82,7 +89,7 @@ def gradients(rows, sites, embedding, heads, fused, *, made, extra=(), plain=rou
         SiteParameters(*(None if p is None else p.to(dtype, copy=True).requires_grad_() for p in s)) for s in sites
     ]
     embedding = embedding.to(dtype, copy=True).requires_grad_()
-    out, sources = model(rows, sites, embedding, heads, fused, made=made, plain=plain)
+    out, sources = model(rows, sites, embedding, heads, fused, made=made, plain=plain, cut=cut)
     weight = torch.linspace(-1, 1, out.shape[-1], device=DEVICE, dtype=torch.float64)
     loss = (out.double() * weight).sum() + sum((sources[row].double() ** 2).sum() for row in extra)
     loss.backward()
@@ -110,6 +117,14 @@ def test_a_chain_equals_the_reference(shape, delta):
     sites = parameters(count, d, delta, 2 * (heads / d) ** 0.5, torch.float32, gate=delta)
     embedding = random(tokens, d, seed=99)
     assert_equals_reference(full(count), sites, embedding, heads, made=chained(count), extra=(0, count // 2))
+
+
+@pytest.mark.parametrize("width", [64, 160])  # heads of 32 and 80 channels: blocks whole, and in halves
+@pytest.mark.parametrize("cut", [5, 16, 27])
+def test_a_chain_may_begin_at_any_site(width, cut):
+    """Within a block, within its second half, at one: what the sites of a later pipeline stage read and send back."""
+    sites, embedding = parameters(36, width, False, 0.3, torch.float32), random(2, width, seed=9)
+    assert_equals_reference(full(36), sites, embedding, 2, made=chained(36), cut=cut)
 
 
 def assert_equals_reference(rows, sites, embedding, heads, **given):
