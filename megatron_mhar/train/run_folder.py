@@ -54,7 +54,7 @@ class RunFolder:
                 # A run that failed before its first step is no run yet.
                 self._refuse_another_run()
                 if self.files.data.is_file() and digests:
-                    self._refuse_other_data(json.loads(self.files.data.read_text()), contents)
+                    self._refuse_other_data(contents)
             write_whole(self.files.config, dump_config(self.config))
             if digests:
                 write_whole(self.files.data, json.dumps(contents, indent=1))
@@ -101,8 +101,16 @@ class RunFolder:
                 "Give this run another name=..., or remove the folder"
             )
 
-    def _refuse_other_data(self, earlier: Mapping[str, list[str]], now: Mapping[str, list[str]]) -> None:
+    def _refuse_other_data(self, now: Mapping[str, list[str]]) -> None:
         """One curve is of one set of data; validation data may come to a run that had none."""
+        try:
+            read = json.loads(self.files.data.read_text())
+            earlier = {name: list(read[name]) for name in now}
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserError(
+                f"{self.files.data}: does not hold the digests of the run's data ({type(error).__name__}: {error}); "
+                "bring it back, or remove it if the data are the same"
+            ) from None
         hints = {"train": "", "valid": " (mhar evaluate takes other validation data)"}
         for name, done in (("train", "trained"), ("valid", "evaluated")):
             if earlier[name] != now[name] and (name == "train" or earlier[name]):

@@ -379,9 +379,12 @@ def test_train_on_data_that_have_changed(
     other.mkdir()
     for split in ("train", "valid"):  # a corpus of the same names and vocabulary
         for ending in ("idx", "bin"):
-            shutil.copy(corpus / f"valid.{ending}", other / f"{split}.{ending}")
+            source = "valid" if split == "train" else "train"
+            shutil.copy(corpus / f"{source}.{ending}", other / f"{split}.{ending}")
     error = refused(*go_on(tmp_path), f"data.train=[{other}/train]")
     assert error.startswith(f"{stopped}: was trained on other data")
+    error = refused(*go_on(tmp_path), f"data.valid=[{other}/valid]")
+    assert error.startswith(f"{stopped}: was evaluated on other data") and "mhar evaluate takes other" in error
 
 
 def test_the_same_data_may_move(
@@ -400,6 +403,8 @@ NEWEST = f"step_{LAST:08d}"
 RUN_DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "summary": (lambda r: (r / "summary.json").write_text("{"), r"summary\.json: content: Invalid JSON"),
     "summary of nothing": (lambda r: empty(r / "summary.json"), r"summary\.json: content: Invalid JSON"),
+    "digests": (lambda r: (r / "data.json").write_text("[]"), r"data\.json: does not hold the digests"),
+    "digests cut off": (lambda r: cut(r / "data.json"), r"data\.json: does not hold the digests"),
     "config": (lambda r: (r / "config.yaml").write_text("name: ["), r"config\.yaml:1: not YAML"),
     "config missing": (lambda r: (r / "config.yaml").unlink(), "holds a run without its config"),
 }
