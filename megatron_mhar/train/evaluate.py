@@ -59,8 +59,8 @@ def evaluate(
         watch = Watch(folder.files, heartbeat_s=parallel.heartbeat_s, timeout_s=parallel.timeout_s)
         with ExitStack() as stack, watch:
             found = on_first_rank(lambda: _choose(folder.files, step))
-            on_every_rank(lambda: check_data(config, train=False) if local_rank() == 0 else {})
-            digests = on_first_rank(lambda: check_data(config, train=False))
+            checked = on_every_rank(lambda: check_data(config, train=False) if local_rank() == 0 else {})
+            digests = on_first_rank(lambda: checked)
             if batches is not None:
                 count = on_first_rank(lambda: _global_batches(config, batches))
                 evaluation = config.evaluation.model_copy(update={"batches": count})
