@@ -173,6 +173,8 @@ class Trainer:
         tflops = config.training.peak_tflops
         # FLOP/s of one rank's device; None where it is not known.
         self.peak = peak_flops(platform.device_name(), precision) if tflops is None else tflops * 1e12
+        # Operations a token, of the model and of routing.
+        self.flops, self.routing_flops = model_flops(config), routing_flops(config)
 
     def run(self, start: int) -> RunSummary | None:
         """Train from step ``start`` on; the summary if the last step was reached."""
@@ -362,12 +364,12 @@ class Trainer:
             torch.distributed.get_world_size(), platform.device_name(), layers, backend,
         )  # fmt: skip
         logger.info("served by: %s", ", ".join(f"{what} {who}" for what, who in served_by(layers).items()))
-        if (flops := model_flops(self.config)) is not None:
+        if self.flops is not None:
             if self.peak is not None:
                 peak = f"MFU is of {self.peak / 1e12:,g} TFLOP/s a device"
             else:
                 peak = f"no MFU: the peak of {platform.device_name()} is not known (training.peak_tflops gives one)"
-            logger.info("%.3g GFLOP a token, and %.3g of routing; %s", flops / 1e9, routing_flops(self.config) / 1e9,
+            logger.info("%.3g GFLOP a token, and %.3g of routing; %s", self.flops / 1e9, self.routing_flops / 1e9,
                         peak)  # fmt: skip
 
     @property
@@ -428,11 +430,10 @@ class Trainer:
 
     def _utilisation(self, tokens_per_second: float) -> dict[str, float]:
         """Shares of all devices' peak: the model's arithmetic (MFU) and, apart, that of routing; where known."""
-        flops = model_flops(self.config)
-        if flops is None or self.peak is None:
+        if self.flops is None or self.peak is None:
             return {}
         share = tokens_per_second / (self.peak * torch.distributed.get_world_size())
-        return {"train/mfu": flops * share, "train/mfu_of_routing": routing_flops(self.config) * share}
+        return {"train/mfu": self.flops * share, "train/mfu_of_routing": self.routing_flops * share}
 
     def _evaluate(self, step: int) -> None:
         # Looking at routing takes longer than routing: at all of it once only, for what the run leaves behind.
