@@ -28,6 +28,7 @@ from megatron_mhar.routing.schedule import GROUP, HALF, schedule
 
 LOG2_E = 1.4426950408889634
 _PARTS = 32  # of the tokens, in sums over them: enough programs to fill a GPU, few enough that partial sums cost little
+_LOGITS_SHARE = 8  # logits that are kept need at most this part of a site's output
 _NULL_TOKENS = 32  # a program of the null sources' kernel, which goes through them one by one
 
 
@@ -124,7 +125,7 @@ class Chain:
     def add(self, row: int, source: Tensor) -> Tensor:
         if self._buffers is None:
             self._buffers = _Buffers(
-                self.plan, len(self.row), list(self._sites), source, self._how.span if self._grouped else None
+                self.plan, len(self.row), list(self._sites), source, self._how.span if self._grouped else 0
             )
         if row not in self._rows:  # else it is run again in the backward, and there already
             self._rows.add(row)
@@ -155,10 +156,10 @@ class Chain:
         kernels.read[(b.tokens,)](
             b.sources, b.inverse_rms, newest, query, norm_weight, null, gate,
             None if stream is None else stream.contiguous(), mixed, lse, out, gated, b.scaled_queries, b.lse,
-            b.logits, b.tokens, site - b.base, 0 if older else prefix, older if older else start - prefix,
-            total - older - 1, self.plan.eps,
+            b.logits, b.tokens, site - b.base, len(self.row), 0 if older else prefix,
+            older if older else start - prefix, total - older - 1, self.plan.eps,
             HAS_NEWEST=newest is not None, HAS_NULL=null is not None, HAS_GATE=gate is not None, HAS_OLDER=older > 0,
-            KEEP=b.logits is not None, SPAN=how.span, **how.tile, **how.read,
+            KEEP=b.logits is not None, SPAN=b.span, **how.tile, **how.read,
         )  # fmt: skip
         return out, gated
 
@@ -230,14 +231,13 @@ class Chain:
         gate = self._sites[first].gate
         later, radial = block.later if stop < last and block.later else (None, None)
         grad_source = torch.empty_like(b.sources[row])
-        queries = b.split_queries(self._sites)[0] if self._grouped else b.scaled_queries
         kernels.pull[(triton.cdiv(b.tokens, how.pull_tokens),)](
             b.sources, None if grad is None else grad.contiguous(), grad_source, out, grad_out, gate, b.grad_outs,
-            b.inverse_rms, queries, b.lse, b.coupling, None if gate is None else b.grad_gates, b.logits, later, radial,
-            block.tiles, block.readers, b.tokens, row, first - b.base, stop - b.base, last - b.base,
-            block.first_site_block, block.num_site_blocks,
+            b.inverse_rms, b.scaled_queries, b.lse, b.coupling, None if gate is None else b.grad_gates, b.logits, later,
+            radial, block.tiles, block.readers, b.tokens, len(self.row), row, first - b.base, stop - b.base,
+            last - b.base, block.first_site_block, block.num_site_blocks,
             HAS_GRAD=grad is not None, HAS_OUT=own, HAS_GATE=gate is not None, HAS_LATER=stop < last,
-            KEPT=b.logits is not None, SPAN=how.span, **how.tile, TOKENS=how.pull_tokens, **how.pull,
+            KEPT=b.logits is not None, SPAN=b.span, **how.tile, TOKENS=how.pull_tokens, **how.pull,
         )  # fmt: skip
         self._close_block(row // GROUP)
         return grad_source
@@ -323,7 +323,7 @@ class Chain:
         mixed = torch.empty((sites, parts, b.width), dtype=torch.float32, device=nulls.device)
         grad_logit = torch.empty((sites, parts, heads), dtype=torch.float32, device=nulls.device)
         kernels.null[(parts, sites)](
-            nulls, b.grad_outs, b.scaled_queries, b.lse, b.coupling, mixed, grad_logit, b.tokens,
+            nulls, scaled, b.grad_outs, b.lse, b.coupling, mixed, grad_logit, b.tokens,
             b.first_site - b.base, _NULL_TOKENS, self.plan.eps, **how.tile, num_warps=how.num_warps,
         )  # fmt: skip
         x, dl = nulls.float(), grad_logit.sum(1)
@@ -374,9 +374,17 @@ class _RowBlock:
 
 
 class _Buffers:
-    """What a chain's kernels share, once the shape of a source is known."""
+    """What a chain's kernels share, once the shape of a source is known.
 
-    def __init__(self, plan: ReadPlan, num_rows: int, sites: list[int], like: Tensor, span: int | None) -> None:
+    Args:
+        plan: of all sites.
+        num_rows: rows that are read here.
+        sites: that read them.
+        like: a source.
+        span: see :class:`Schedule`; 0 where rows are read site by site.
+    """
+
+    def __init__(self, plan: ReadPlan, num_rows: int, sites: list[int], like: Tensor, span: int) -> None:
         device, heads = like.device, plan.num_heads
         # Sites follow each other; kernels number them from the first block on of which there are any.
         self.first_site, self.base = sites[0], sites[0] // GROUP * GROUP
@@ -391,11 +399,14 @@ class _Buffers:
         self.sources = self._empty(num_rows, self.tokens, self.width, dtype=like.dtype)
         fp32 = partial(self._empty, dtype=torch.float32)
         self.inverse_rms = fp32(num_rows, self.tokens)
-        self.scaled_queries = fp32(self.num_sites, self.width)  # query * norm_weight * log2(e)
         self.lse = fp32(self.num_sites, self.tokens, heads)
-        # Of the pairs within spans, where rows are read in groups: few enough to be kept.
-        pairs = 0 if span is None else triton.cdiv(self.num_sites, span) * (span * (span + 1) // 2)
-        self.logits = fp32(pairs, self.tokens, heads) if pairs else None
+        # Logits of all pairs, or of those within spans, are kept for the backward where they are few.
+        self.span = span
+        pairs = triton.cdiv(self.num_sites, span) * (span * (span + 1) // 2) if span else self.num_sites * num_rows
+        few = span or pairs * heads * 4 * _LOGITS_SHARE <= self.num_sites * self.width * like.element_size()
+        self.logits = fp32(pairs, self.tokens, heads) if few else None
+        # query * norm_weight * log2(e). With logits at hand the backward needs no more digits than the sources have.
+        self.scaled_queries = self._empty(self.num_sites, self.width, dtype=like.dtype if few else torch.float32)
         self._stacked: tuple[Tensor, Tensor] | None = None
         self._split: tuple[Tensor, Tensor] | None = None
 

@@ -108,10 +108,14 @@ def _merge(top, total, mixed1, mixed2, logit, x1, x2):
 
 
 @triton.jit
-def _pair(site, row, SPAN: tl.constexpr):
-    """Place of a site's logit of a row of its own span, among those of all spans: triangles of pairs."""
-    i = site % SPAN
-    return (site // SPAN).to(tl.int64) * (SPAN * (SPAN + 1) // 2) + i * (i + 1) // 2 + row % SPAN
+def _pair(site, row, num_rows, SPAN: tl.constexpr):
+    """Place of a site's logit of a row: among those of all pairs, or of the pairs within spans, which are triangles."""
+    if SPAN == 0:
+        pair = site.to(tl.int64) * num_rows + row
+    else:
+        i = site % SPAN
+        pair = (site // SPAN).to(tl.int64) * (SPAN * (SPAN + 1) // 2) + i * (i + 1) // 2 + row % SPAN
+    return pair
 
 
 @triton.jit
@@ -124,7 +128,7 @@ def _program(turn):
 @triton.jit(do_not_specialize=NUMBERS)
 def read(
     sources, inverse_rms, newest, query, norm_weight, null, gate, stream, older, older_lse, out, gated, scaled_query,
-    lse, logits, tokens, site, prefix, skip, count, eps,
+    lse, logits, tokens, site, num_rows, prefix, skip, count, eps,
     HAS_NEWEST: tl.constexpr, HAS_NULL: tl.constexpr, HAS_GATE: tl.constexpr, HAS_OLDER: tl.constexpr,
     KEEP: tl.constexpr, SPAN: tl.constexpr, H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr, K1: tl.constexpr,
     K2: tl.constexpr, STAGES: tl.constexpr,
@@ -145,8 +149,8 @@ def read(
     q1 *= g1 * LOG2_E
     q2 *= g2 * LOG2_E
     if token == 0:
-        tl.store(scaled_query + site * D + at1, q1, mask=there1)
-        tl.store(scaled_query + site * D + at2, q2, mask=there2)
+        tl.store(scaled_query + site * D + at1, q1.to(scaled_query.dtype.element_ty), mask=there1)
+        tl.store(scaled_query + site * D + at2, q2.to(scaled_query.dtype.element_ty), mask=there2)
     size = tokens.to(tl.int64) * D
     base = token.to(tl.int64) * D
     statistic = token * H + head
@@ -166,7 +170,7 @@ def read(
     top = _dot(mixed1, mixed2, q1, q2) * r
     total = tl.full([HP], 1.0, tl.float32)
     if KEEP:
-        tl.store(logits + _pair(site, row, SPAN) * tokens * H + statistic, top, mask=head < H)
+        tl.store(logits + _pair(site, row, num_rows, SPAN) * tokens * H + statistic, top, mask=head < H)
     if HAS_NULL:
         x1, x2 = _load(null, at1, there1, at2, there2)
         logit = _dot(x1, x2, q1, q2) * _inverse_rms(x1, x2, eps, D)
@@ -181,7 +185,7 @@ def read(
         x1, x2 = _load(sources + row * size + base, at1, there1, at2, there2)
         logit = _dot(x1, x2, q1, q2) * tl.load(inverse_rms + row * tokens.to(tl.int64) + token)
         if KEEP:
-            tl.store(logits + _pair(site, row, SPAN) * tokens * H + statistic, logit, mask=head < H)
+            tl.store(logits + _pair(site, row, num_rows, SPAN) * tokens * H + statistic, logit, mask=head < H)
         top, total, mixed1, mixed2 = _merge(top, total, mixed1, mixed2, logit, x1, x2)
     scale = (1 / total)[:, None]
     mixed1 *= scale
@@ -305,7 +309,7 @@ def couple(
 @triton.jit
 def _pull(
     total1, total2, radial, site, row, x1, x2, r, g1, g2, coupled, scaled_query, lse, logits, tile, at1, there1, at2,
-    there2, statistic, in_heads, tokens, KEPT: tl.constexpr, SPAN: tl.constexpr, H: tl.constexpr,
+    there2, statistic, in_heads, tokens, num_rows, KEPT: tl.constexpr, SPAN: tl.constexpr, H: tl.constexpr,
     D: tl.constexpr,
 ):  # fmt: skip
     """What one site adds to a source's gradient and to the sum of dl logit; dl r goes to its tile."""
@@ -314,7 +318,7 @@ def _pull(
     q1 = q1[None, :, :]
     q2 = q2[None, :, :]
     if KEPT:
-        logit = tl.load(logits + _pair(site, row, SPAN) * heads + statistic, mask=in_heads, other=0.0)
+        logit = tl.load(logits + _pair(site, row, num_rows, SPAN) * heads + statistic, mask=in_heads, other=0.0)
     else:
         logit = (tl.sum(x1 * q1, 2) + tl.sum(x2 * q2, 2)) * r
     weight = tl.exp2(logit - tl.load(lse + site * heads + statistic, mask=in_heads, other=float("inf")))
@@ -332,7 +336,7 @@ def _pull(
 @triton.jit(do_not_specialize=NUMBERS)
 def pull(
     sources, grad, grad_source, out, grad_out, gate, grad_outs, inverse_rms, scaled_query, lse, coupling, grad_gate,
-    logits, later, later_radial, tiles, readers, tokens, row, first, stop, last, first_block, num_blocks,
+    logits, later, later_radial, tiles, readers, tokens, num_rows, row, first, stop, last, first_block, num_blocks,
     HAS_GRAD: tl.constexpr, HAS_OUT: tl.constexpr, HAS_GATE: tl.constexpr, HAS_LATER: tl.constexpr, KEPT: tl.constexpr,
     SPAN: tl.constexpr, H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
     TOKENS: tl.constexpr, STAGES: tl.constexpr,
@@ -393,7 +397,7 @@ def pull(
         tl.store(coupling + first * heads + statistic, coupled, mask=in_heads)
         total1, total2, radial = _pull(
             total1, total2, radial, first, row, x1, x2, r, g1, g2, coupled, scaled_query, lse, logits, tile, at1,
-            there1, at2, there2, statistic, in_heads, tokens, KEPT, SPAN, H, D,
+            there1, at2, there2, statistic, in_heads, tokens, num_rows, KEPT, SPAN, H, D,
         )  # fmt: skip
         first += 1
     for i in tl.range(0, stop - first, num_stages=STAGES):
@@ -402,7 +406,7 @@ def pull(
         coupled = tl.load(coupling + site * heads + statistic, mask=in_heads, other=0.0)
         total1, total2, radial = _pull(
             total1, total2, radial, site, row, x1, x2, r, g1, g2, coupled, scaled_query, lse, logits, tile, at1,
-            there1, at2, there2, statistic, in_heads, tokens, KEPT, SPAN, H, D,
+            there1, at2, there2, statistic, in_heads, tokens, num_rows, KEPT, SPAN, H, D,
         )  # fmt: skip
     radius = (r * r / D * LN_2 * tl.sum(radial, 1)[:, None])[:, :, None]
     tl.store(grad_source + base1, (total1 - radius * x1).to(grad_source.dtype.element_ty), mask=in1)
@@ -538,12 +542,13 @@ def query(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def null(
-    nulls, grad_outs, scaled_query, lse, coupling, mixed, grad_logit, tokens, first_site, tokens_a_part, eps,
+    nulls, scaled, grad_outs, lse, coupling, mixed, grad_logit, tokens, first_site, tokens_a_part, eps,
     H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
 ):  # fmt: skip
     """What the null sources' gradients are made of, over one part of the tokens: sums of a dout and of dl.
 
-    Null sources `[n, d]` are those of the sites from ``first_site`` on. Sums: `[n, parts, d]` and `[n, parts, H]`.
+    Null sources, and ``scaled``, query * norm_weight, `[n, d]` are those of the sites from ``first_site`` on. Sums:
+    `[n, parts, d]` and `[n, parts, H]`.
     """
     part = tl.program_id(0)
     i = tl.program_id(1)
@@ -551,8 +556,8 @@ def null(
     D: tl.constexpr = H * K
     head, at1, there1, at2, there2 = _tiles(H, K, HP, K1, K2)
     x1, x2 = _load(nulls + i * D, at1, there1, at2, there2)
-    q1, q2 = _load(scaled_query + site * D, at1, there1, at2, there2)
-    logit = _dot(x1, x2, q1, q2) * _inverse_rms(x1, x2, eps, D)
+    q1, q2 = _load(scaled + i * D, at1, there1, at2, there2)
+    logit = _dot(x1, x2, q1, q2) * (_inverse_rms(x1, x2, eps, D) * LOG2_E)
     total1 = tl.zeros([HP, K1], tl.float32)
     total2 = tl.zeros([HP, K2], tl.float32)
     total_dl = tl.zeros([HP], tl.float32)

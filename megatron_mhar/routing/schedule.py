@@ -54,6 +54,10 @@ def schedule(heads: int, key: int) -> Schedule:
     """Schedule for ``heads`` heads of ``key`` channels."""
     tile = _tile(heads, key)
     channels = tile["HP"] * tile["K1"]
+    of_one_head = {name: max(16, v) if name == "K1" else v for name, v in tile.items() if name != "HP"}
+    if heads > 1 and tile["K1"] == triton.next_power_of_2(key) == 512:
+        # 256 are what a warp loads at once: a head's sums stay within a warp, and need no barrier.
+        tile |= {"K1": 256, "K2": 256}
     num_warps = max(1, min(4, channels // 512))
     pull_tokens = 2 if channels <= 1024 else 1
     pull_warps = num_warps if pull_tokens == 1 else 1 if key == 128 else 2
@@ -65,7 +69,7 @@ def schedule(heads: int, key: int) -> Schedule:
     limits = ({"maxnreg": 128 if key <= 128 else 168}, {"maxnreg": 128 if key <= 64 else 168}) if one_warp else ({}, {})
     return Schedule(
         tile=tile,
-        group_tile={name: max(16, v) if name == "K1" else v for name, v in tile.items() if name != "HP"},
+        group_tile=of_one_head,
         groups=key <= _WIDEST_GROUPED,
         span=HALF if 64 < key <= 256 else GROUP,
         num_warps=num_warps,

@@ -81,7 +81,8 @@ def test_peers_are_called_as_they_are_and_held_to_the_definition(monkeypatch):
     for name in ("liger_kernel", "liger_kernel.ops"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, "liger_kernel.ops.attn_res", bad)
-    monkeypatch.setitem(sys.modules, "fla", None)
+    for name in ("fla", "fla.ops", "fla.ops.attnres"):
+        monkeypatch.setitem(sys.modules, name, None)
     peers, absent = find_peers()
     assert list(peers) == ["fast-attnres", "Liger"] and list(absent) == ["flash-linear-attention"]
     case = build_case("tiny", method="attnres", dtype="fp32")

@@ -21,6 +21,7 @@ SHAPES = [  # sites, tokens, d, H
     (5, 2, 1280, 8),  # heads of 160 channels: two tiles
     (4, 3, 1000, 8),  # heads of 125: a tile that is not full
     (3, 2, 1000, 1),
+    (3, 2, 896, 2),  # heads of 448: two tiles, of which one is not full
     (6, 2, 96, 16),
     (35, 2, 64, 2),  # three groups of sites
     (18, 2, 320, 2),  # heads of 160 channels in groups
@@ -131,7 +132,14 @@ def assert_equals_reference(rows, sites, embedding, heads, **given):
     truth, chain = (gradients(rows, sites, embedding, heads, fused, **given) for fused in (False, True))
     plain = gradients(rows, sites, embedding, heads, False, plain=route_eager, **given)
     assert_close(chain[0], truth[0], EXACT)
-    for true, found, other in zip([truth[1], *truth[2]], [chain[1], *chain[2]], [plain[1], *plain[2]], strict=True):
+    for true, found in zip(truth[2], chain[2], strict=True):
+        assert_close(found, true, 10 * EXACT)  # one site's sum may cancel
+    kinds = sum(p is not None for p in sites[0])
+
+    def by_kind(results):
+        return [results[1], *(torch.cat(results[2][kind::kinds]) for kind in range(kinds))]
+
+    for true, found, other in zip(by_kind(truth), by_kind(chain), by_kind(plain), strict=True):
         # Where softmaxes are sharp or sums cancel, fp32 itself is no better than 1e-5: then as good as plain fp32.
         if error(found, true) > 4 * error(other, true):
             assert_close(found, true, EXACT)

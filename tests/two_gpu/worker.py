@@ -431,7 +431,9 @@ def kill_rank(session: Session) -> None:
     with session.world.together(), session.book.run(*cases.KILLED):
         if RANK == 0:
             watch_worker.write_config(folder, session.corpus(SMALL_VOCAB), parallel, model={"layers": "local"})
-        torch.distributed.barrier()
+        # Not by NCCL's barrier: before anything else it takes the device of the process's first group's rank, and there
+        # both ranks were alone.
+        session.world.meet()
         if RANK == 1:
             watch_worker.put_in("kill", folder)
         main(["train", str(folder / "config.yaml")])
