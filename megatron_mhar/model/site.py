@@ -56,8 +56,13 @@ class RoutingSite(Site):
         self.gate = self._parameter(torch.full((1,), residual.initial_gate)) if residual.method in DELTA else None
         self.null_source = self._parameter(torch.zeros(width)) if residual.has_null_source else None
 
-    def forward(self, history: DepthHistory) -> Tensor:
-        """Routed sources `[s, b, d]`; for delta, stream + gate * routed sources."""
+    def forward(self, history: DepthHistory | None = None) -> Tensor | None:  # type: ignore[override]
+        """Routed sources `[s, b, d]`; for delta, stream + gate * routed sources.
+
+        Without a history it does nothing but be called: hooks that wait for its parameters have then run.
+        """
+        if history is None:
+            return None
         site, sources = history.next_site, history.sources(self.null_source)
         if history.observer is not None:
             if history.fused is not None:

@@ -96,6 +96,30 @@ class RoutedStack(HybridStack):
         if self.post_process and post_layer_norm:
             self.final_norm = final_norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
 
+    def named_modules(
+        self, memo: set[torch.nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.nn.Module]]:
+        """The sites before everything else, under their names in the layers.
+
+        Data parallelism cuts parameters into buckets in this order. In a chain the gradients of all sites come last,
+        and their parameters are needed first: spread over the layers' buckets they would hold up every one.
+        """
+        if not remove_duplicate:
+            yield from super().named_modules(memo, prefix, remove_duplicate)
+            return
+        memo = set() if memo is None else memo
+        if self in memo:
+            return
+        memo.add(self)
+        yield prefix, self
+        start = f"{prefix}." if prefix else ""
+        for number, layer in enumerate(self.layers):
+            yield from layer.site.named_modules(memo, f"{start}layers.{number}.site")
+        if hasattr(self, "final_site"):
+            yield from self.final_site.named_modules(memo, f"{start}final_site")
+        for name, module in self.named_children():
+            yield from module.named_modules(memo, f"{start}{name}")
+
     def set_input_tensor(self, input_tensor: Tensor | None) -> None:
         """Take what the stage before sent, `[k, s, b, d]`, for the next forward; None on the first stage."""
         self._received = input_tensor
@@ -173,15 +197,15 @@ class RoutedStack(HybridStack):
             return None
         from megatron_mhar.routing.chain import SiteParameters, start
 
-        sites = {self.first_sublayer + i: layer.site for i, layer in enumerate(self.layers)}
+        sites: dict[int, Any] = {self.first_sublayer + i: layer.site for i, layer in enumerate(self.layers)}
         if hasattr(self, "final_site"):
             sites[self.table.num_sublayers] = self.final_site
-        parameters = {t: SiteParameters(s.query, s.norm_weight, s.null_source, s.gate) for t, s in sites.items()}
-        if not parameters:
+        if not sites:
             return None
-        # A parameter that is still being gathered arrives when its own module is called, see DDP's forward pre-hooks.
-        late = any(site._forward_pre_hooks for site in sites.values())
-        return start(self.table.read_plan, parameters, grouped=not late)
+        for site in sites.values():
+            site()
+        parameters = {t: SiteParameters(s.query, s.norm_weight, s.null_source, s.gate) for t, s in sites.items()}
+        return start(self.table.read_plan, parameters)
 
     def _units(self) -> Iterator[tuple[int, int, bool]]:
         """Runs of this stage's sublayers, see :func:`recomputed_runs`.

@@ -94,7 +94,7 @@ class Chain:
         row: place of each of the plan's rows that is read here.
     """
 
-    def __init__(self, plan: ReadPlan, sites: dict[int, SiteParameters], grouped: bool) -> None:
+    def __init__(self, plan: ReadPlan, sites: dict[int, SiteParameters]) -> None:
         self.plan = plan
         # Detached: a chain is held by autograd's nodes, and must not hold them.
         self._sites = {
@@ -103,7 +103,7 @@ class Chain:
         }
         key = next(iter(sites.values())).query.numel() // plan.num_heads
         self._how = schedule(plan.num_heads, key)
-        self._grouped = grouped and plan.grows_by_one and self._how.groups
+        self._grouped = plan.grows_by_one and self._how.groups
         # Rows that are read here, close together, and the sites that read each. Where rows are read in groups there are
         # no others before them, and they keep their numbers.
         rows = sorted({row for site in sites for row in plan.rows[site]})
@@ -460,16 +460,14 @@ class _Buffers:
         return torch.zeros((self.parts, self.num_sites, self.width), dtype=torch.float32, device=self.sources.device)
 
 
-def start(plan: ReadPlan, sites: dict[int, SiteParameters], *, grouped: bool = True) -> Reader:
+def start(plan: ReadPlan, sites: dict[int, SiteParameters]) -> Reader:
     """Begin a chain.
 
     Args:
         plan: which site reads what.
-        sites: parameters of the sites of this stage, by number.
-        grouped: whether sites read older sources together where the plan allows it. The parameters of all sites must
-            then be there when the first one reads.
+        sites: parameters of the sites of this stage, by number; their values must be there when the first one reads.
     """
-    chain = Chain(plan, sites, grouped)
+    chain = Chain(plan, sites)
     given = [p for parameters in sites.values() for p in parameters if p is not None]
     return Reader(chain, _Parameters.apply(chain, *given))
 

@@ -84,10 +84,10 @@ def schedule(heads: int, key: int) -> Schedule:
     )
 
 
-def describe(plan: ReadPlan, width: int, *, grouped: bool = True) -> str:
-    """In words, how sites read sources of ``width`` channels; see :func:`megatron_mhar.routing.chain.start`."""
+def describe(plan: ReadPlan, width: int) -> str:
+    """In words, how sites read sources of ``width`` channels."""
     chosen = schedule(plan.num_heads, width // plan.num_heads)
-    if not (grouped and plan.grows_by_one and chosen.groups and len(plan.rows) > chosen.span):
+    if not (plan.grows_by_one and chosen.groups and len(plan.rows) > chosen.span):
         return "site by site"
     halves = ", and in halves of them" if chosen.span < GROUP else ""
     return f"in groups of {GROUP} sites{halves}"

@@ -356,7 +356,7 @@ class Trainer:
             from megatron_mhar.routing.schedule import describe  # Triton is not everywhere
 
             plan, width = self.pipeline.plan.table.read_plan, self.config.model.hidden_size
-            backend += f" ({describe(plan, width, grouped=not self.config.parallel.overlap_param_gather)})"
+            backend += f" ({describe(plan, width)})"
         layers = resolve_layers(self.config.model.layers)
         logger.info(
             "%s: %s, %s parameters on this rank, %s on %d ranks of %s; layers %s, routing backend %s",

@@ -38,7 +38,7 @@ def named_range(name: str) -> Iterator[None]:
 def ranges(models: Sequence[HybridModel]) -> Iterator[None]:
     """Within the context the forward of every site and sublayer of these models has a range.
 
-    The modules' ``forward`` is replaced: hooks would be taken for megatron-core's, see RoutedStack.
+    The modules' ``forward`` is replaced. A site that is called for its hooks alone, see RoutingSite, has none.
     """
     named: list[tuple[torch.nn.Module, str]] = []
     for model in models:
@@ -52,6 +52,8 @@ def ranges(models: Sequence[HybridModel]) -> Iterator[None]:
     def within(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
         @functools.wraps(forward)
         def ranged(*arguments: Any, **keywords: Any) -> Any:
+            if not (arguments or keywords):
+                return forward()
             with named_range(name):
                 return forward(*arguments, **keywords)
 

@@ -104,6 +104,44 @@ def test_gate_learns_at_step_0_and_queries_by_step_2(tmp_path):
     assert min(first_gradient["null_source"].values()) > 0
 
 
+@pytest.mark.parametrize("method", ["mhar", "delta_block"])
+def test_parameters_of_sites_are_together_and_their_gradients_come_last(tmp_path, method):
+    """Nothing else of the decoder waits for them in data parallelism's buckets, which are cut in that order."""
+    model = build(tmp_path, METHODS[method] | {"backend": "triton"}, model={"num_layers": 2})
+    names = [name for name, _ in model.named_parameters()]
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters(remove_duplicate=False))
+    of_sites = {name for name in names if ".site." in name or ".final_site." in name}
+    assert len(of_sites) == sum(len(list(site.parameters())) for site in model.decoder.modules() if is_site(site)) >= 8
+    decoder = [name for name in names if name.startswith("decoder.")]
+    assert set(decoder[: len(of_sites)]) == of_sites and names[0].startswith("embedding.")
+    ready = []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: ready.append(name))
+    loss_of(model, tokens()).backward()
+    others = [name for name in decoder if name not in of_sites]
+    assert max(map(ready.index, others)) < min(map(ready.index, of_sites))
+
+
+def is_site(module):
+    from megatron_mhar.model.site import RoutingSite
+
+    return isinstance(module, RoutingSite)
+
+
+def test_parameters_have_arrived_when_the_first_site_reads(tmp_path):
+    """Sites of one block read together: hooks of all of them have waited, as under parameter-gather overlap."""
+    model = build(tmp_path, METHODS["mhar"] | {"backend": "triton"}, model={"num_layers": 2})
+    batch = tokens()
+    expected = logits_of(model, batch)
+    sites = [module for module in model.decoder.modules() if is_site(module)]
+    arriving = {}
+    for site in sites:
+        arriving[site] = site.query.detach().clone().uniform_(-1, 1)
+        site.register_forward_pre_hook(lambda site, _: setattr(site.query, "data", arriving[site]))
+    first = logits_of(model, batch)
+    assert not torch.equal(first, expected) and torch.equal(logits_of(model, batch), first)
+
+
 def test_baseline_is_megatron_cores_own_stack(tmp_path):
     """The same weights in HybridStack with stock residual adds inside the layers give the same logits and gradients."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add

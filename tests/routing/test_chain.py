@@ -275,14 +275,13 @@ def test_without_a_gpu_it_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("sites", "width", "heads", "grouped", "words"),
+    ("sites", "width", "heads", "words"),
     [
-        (73, 1280, 8, True, "in groups of 16 sites, and in halves of them"),
-        (25, 512, 8, True, "in groups of 16 sites"),
-        (25, 512, 8, False, "site by site"),  # parameters that arrive one after the other
-        (9, 4096, 8, True, "site by site"),  # fewer sites than a group
-        (73, 1280, 1, True, "site by site"),  # a head too wide for a program
+        (73, 1280, 8, "in groups of 16 sites, and in halves of them"),
+        (25, 512, 8, "in groups of 16 sites"),
+        (9, 4096, 8, "site by site"),  # fewer sites than a group
+        (73, 1280, 1, "site by site"),  # a head too wide for a program
     ],
 )
-def test_the_schedule_in_words(sites, width, heads, grouped, words):
-    assert describe(ReadPlan(full(sites), heads), width, grouped=grouped) == words
+def test_the_schedule_in_words(sites, width, heads, words):
+    assert describe(ReadPlan(full(sites), heads), width) == words

@@ -203,8 +203,8 @@ def probe(trainer, config):
     return everyone
 
 
-def move_sites(models):
-    """Move queries and gates off zero, by their names alone."""
+def move_sites(models, by=0.1):
+    """Move queries and gates off zero, by normal numbers that depend on their names alone."""
     from megatron_mhar.model.initialize import generator, global_name
 
     with torch.no_grad():
@@ -212,7 +212,7 @@ def move_sites(models):
             for name, parameter in model.named_parameters():
                 if "site." in name:
                     source = generator(7, global_name(model, name), "cpu")
-                    parameter.add_(0.1 * torch.randn(parameter.shape, generator=source).to(parameter.device))
+                    parameter.add_(by * torch.randn(parameter.shape, generator=source).to(parameter.device))
 
 
 def run(config, reference, steps=STEPS, probed=False):
