@@ -32,7 +32,8 @@ class Machine:
         cuda: version that torch was built for.
         python: version.
         versions: of the libraries that are installed.
-        commit: of the checkout, "-dirty" behind it if files differ; MHAR_COMMIT where there is no git; None if unknown.
+        commit: what MHAR_COMMIT says, for copies without a git of their own; else that of the checkout, "-dirty" behind
+            it if files differ; None if unknown.
     """
 
     device: str
@@ -101,10 +102,12 @@ def _smi(*fields: str) -> list[str] | None:
 
 
 def _commit() -> str | None:
+    if given := os.environ.get(COMMIT_VARIABLE):
+        return given
     root = Path(__file__).parents[2]
     commit = _output(["git", "-C", str(root), "rev-parse", "HEAD"]) if (root / ".git").exists() else None
     if not commit:
-        return os.environ.get(COMMIT_VARIABLE) or None
+        return None
     changed = _output(["git", "--no-optional-locks", "-C", str(root), "status", "--porcelain", "--untracked-files=no"])
     return f"{commit}-dirty" if changed else commit
 

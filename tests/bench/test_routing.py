@@ -131,6 +131,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert "tiny: mhar H=4, 4 sites, d 32, 2 tokens, fp32" in out and "not compared: Liger" in out
     report = json.loads((tmp_path / "new" / "r.json").read_text())
     assert report["version"] == 1 and report["kind"] == "routing" and report["machine"]["versions"]["torch"]
+    assert report["machine"]["commit"] == "abc"
     assert {result["algorithm"] for result in report["cases"][0]["results"]} == {"paper", "ours"}
     assert all(result["both"]["median_ms"] > 0 for result in report["cases"][0]["results"])
 

@@ -159,7 +159,7 @@ class Session:
             "phase": phase,
             "about": PHASES[phase].about,
             "date": now,
-            "options": asdict(self.options),
+            "options": {key: value for key, value in asdict(self.options).items() if key != "out"},
             "machine": self.machine,
         }
         path = Path(self.options.out) / f"{phase}.json"
