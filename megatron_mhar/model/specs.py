@@ -33,6 +33,9 @@ from megatron_mhar.model.norm import RMSNorm
 from megatron_mhar.model.stack import RoutedStack, sublayer_output
 
 Layers = Literal["local", "transformer_engine"]
+# Names in checkpoints are those of Transformer Engine's layers, whose norm is part of the product that follows.
+ATTENTION_NORM_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+MLP_NORM_KEYS = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 BIAS_DROPOUT_ADD_FIELDS = ("self_attn_bda", "cross_attn_bda", "mlp_bda", "mamba_bda")
 
 
@@ -118,6 +121,7 @@ def _local_submodules(qk_layernorm: bool, num_experts: int | None) -> HybridStac
                     module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
                 ),
                 self_attn_bda=get_bias_dropout_add,
+                sharded_state_dict_keys_map=dict(ATTENTION_NORM_KEYS),
             ),
         ),
         mlp_layer=ModuleSpec(
@@ -126,6 +130,7 @@ def _local_submodules(qk_layernorm: bool, num_experts: int | None) -> HybridStac
                 pre_mlp_layernorm=RMSNorm,
                 mlp=partial(MLP.as_mlp_submodule, submodules=mlp),
                 mlp_bda=get_bias_dropout_add,
+                sharded_state_dict_keys_map=dict(MLP_NORM_KEYS),
             ),
         ),
         **optional,

@@ -72,6 +72,33 @@ def disturb(model):
     return model
 
 
+@pytest.mark.parametrize("layers", LAYERS)
+def test_a_checkpoint_has_one_set_of_names_whichever_layers_wrote_it(tmp_path, layers):
+    """Those of Transformer Engine's layers, whose norms are parts of products; shapes too."""
+    model = build(tmp_path, METHODS["mhar"], layers=layers)
+    stored = {
+        tensor.key: getattr(tensor, "global_shape", None)  # fc1 is a factory of its two halves
+        for tensor in model.sharded_state_dict().values()
+        if not tensor.key.endswith("_extra_state")
+    }
+    width, heads, groups, ffn = 64, 4, 2, 96
+    of_layer = [
+        {"self_attention.linear_qkv.weight": ((heads + 2 * groups) * width // heads, width),
+         "self_attention.linear_qkv.layer_norm_weight": (width,), "self_attention.linear_proj.weight": (width, width),
+         "self_attention.q_layernorm.weight": (width // heads,), "self_attention.k_layernorm.weight": (width // heads,)},
+        {"mlp.linear_fc1.layer_norm_weight": (width,), "mlp.linear_fc1.weight": None,
+         "mlp.linear_fc2.weight": (width, ffn)},
+    ]  # fmt: skip
+    expected = {"embedding.word_embeddings.weight": (128, width), "decoder.final_norm.weight": (width,)}
+    for number in range(8):
+        site = {"site.query": (width,), "site.norm_weight": (width,)}
+        expected |= {f"decoder.layers.{number}.{key}": shape for key, shape in (of_layer[number % 2] | site).items()}
+    expected |= {f"decoder.final_site.{key}": (width,) for key in ("query", "norm_weight")}
+    assert stored.keys() == expected.keys()
+    for name, shape in expected.items():
+        assert shape is None or stored[name] == shape, name
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("method", ["delta", "delta_block", "delta_block_released"])
 @pytest.mark.parametrize("layers", LAYERS)
