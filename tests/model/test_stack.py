@@ -81,11 +81,11 @@ def test_a_checkpoint_has_one_set_of_names_whichever_layers_wrote_it(tmp_path, l
         for tensor in model.sharded_state_dict().values()
         if not tensor.key.endswith("_extra_state")
     }
-    width, heads, groups, ffn = 64, 4, 2, 96
+    width, head, ffn = 64, 16, 96
     of_layer = [
-        {"self_attention.linear_qkv.weight": ((heads + 2 * groups) * width // heads, width),
+        {"self_attention.linear_qkv.weight": ((4 + 2 * 2) * head, width),
          "self_attention.linear_qkv.layer_norm_weight": (width,), "self_attention.linear_proj.weight": (width, width),
-         "self_attention.q_layernorm.weight": (width // heads,), "self_attention.k_layernorm.weight": (width // heads,)},
+         "self_attention.q_layernorm.weight": (head,), "self_attention.k_layernorm.weight": (head,)},
         {"mlp.linear_fc1.layer_norm_weight": (width,), "mlp.linear_fc1.weight": None,
          "mlp.linear_fc2.weight": (width, ffn)},
     ]  # fmt: skip
