@@ -257,3 +257,27 @@ def test_make_alone_says_what_there_is() -> None:
 def test_scripts_parse_and_may_be_run(script: str) -> None:
     assert os.access(ROOT / script, os.X_OK)
     subprocess.run(["bash", "-n", ROOT / script], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("goals", "image", "seconds", "status", "last"),
+    [
+        (0, 0, 0, 0, "image"),
+        (0, 1, 0, 1, "image"),
+        (0, 77, 0, 0, "The image was not tested: the line above says why."),
+        (0, 1, 3700, 0, "The image was not tested: the checks before it took 61 minutes."),
+        (2, 0, 0, 2, "make test"),
+    ],
+)
+def test_checks_of_a_change_end_with_what_failed(
+    machine: Path, goals: int, image: int, seconds: int, status: int, last: str
+) -> None:
+    checkout = machine / "checkout"
+    executable(checkout / ".ci/run", (ROOT / ".ci/run").read_text())
+    executable(checkout / "launch/find-python", "#!/usr/bin/env bash\n")
+    executable(checkout / "docker/test-image", f"#!/usr/bin/env bash\necho image\nexit {image}\n")
+    executable(machine / "bin/make", f'#!/usr/bin/env bash\necho "make $*"\nexit {goals}\n')
+    executable(machine / "bin/git", "#!/usr/bin/env bash\n")
+    result = call(machine, [checkout / ".ci/run"], SECONDS=str(seconds))
+    assert result.returncode == status, result.stderr
+    assert result.stdout.splitlines()[-1] == last

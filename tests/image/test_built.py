@@ -123,10 +123,13 @@ def test_description(image: dict[str, Any]) -> None:
 def test_layers_are_few_and_a_change_of_code_is_a_small_one(
     image: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    store = Path(json.loads(buildah("info"))["store"]["GraphRoot"])
+    store = json.loads(buildah("info"))["store"]
+    driver = store["GraphDriverName"]
+    if driver == "vfs":
+        pytest.skip("with vfs docker/test-image makes one layer a stage")
     sizes = {
         layer["diff-digest"]: layer["diff-size"]
-        for layer in json.loads((store / "overlay-layers/layers.json").read_text())
+        for layer in json.loads((Path(store["GraphRoot"]) / f"{driver}-layers/layers.json").read_text())
         if "diff-digest" in layer
     }
     made_by = [entry["created_by"] for entry in image["history"] if not entry.get("empty_layer")]
@@ -135,11 +138,11 @@ def test_layers_are_few_and_a_change_of_code_is_a_small_one(
         print("\nlayers, in MB:")
         for size, how in layers:
             print(f"{size / 1e6:10.2f}  {re.sub(r'^/bin/sh -c (#[(]nop[)])?', '', how).strip()[:90]}")
-    base, user, dependencies, *ours = [size for size, _ in layers]
+    base, asked, dependencies, *ours = [size for size, _ in layers]
     assert base > 50e6
     assert dependencies > 100e6
-    assert len(ours) == 3  # the package, what starts the ranks of a node, the configs
-    assert user + sum(ours) < 5e6
+    assert len(ours) == 4  # the user, the package, what starts the ranks of a node, the configs
+    assert asked + sum(ours) < 5e6
 
 
 # --- what is in it
@@ -153,10 +156,12 @@ def test_no_caches_no_tests_no_history(container: Container) -> None:
     assert len(found) > 10_000  # the packages
     outside = [path for path in found if not path.startswith("opt/mhar/")]
     assert [path for path in outside if path.startswith(("build/", "dist/", "tmp/", "home/mhar/"))] == []
-    assert [path for path in outside if "/.cache/" in path or path.endswith((".deb", "_Packages", ".lz4"))] == []
+    files = [path for path in outside if (root / path).is_file()]  # builders leave empty folders where they mounted
+    assert [path for path in files if "/.cache/" in path or path.endswith((".deb", "_Packages", ".lz4"))] == []
     parts = {part for path in found for part in path.split("/")}
     assert parts & {".git", ".venv", ".pytest_cache", ".mypy_cache", ".ruff_cache", "runs", "slurm"} == set()
     packages = next((root / "opt/mhar/lib").glob("python3*/site-packages"))
+    assert not (root / "etc/pip.conf").exists()  # docker/test-image has pip's settings there during the build
     assert not (packages / "tests").exists()
     assert {path.name for path in (root / "workspace").iterdir()} == {"configs", "launch"}
     names = {path.name for path in packages.iterdir()}
@@ -273,7 +278,7 @@ def test_the_demo_trains_and_its_files_are_the_users(demo: Demo) -> None:
 def test_the_image_computes_what_this_machine_does(demo: Demo, tmp_path: Path) -> None:
     """The same run outside, another Python with the same torch, on the corpus that was built inside."""
     data = [f"data.{split}=[{demo.data}/demo/{split}]" for split in ("train", "valid")]
-    command = [Path(sys.executable).with_name("mhar"), "train", ROOT / "configs/demo/baseline.yaml"]
+    command: list[str | Path] = [Path(sys.executable).with_name("mhar"), "train", ROOT / "configs/demo/baseline.yaml"]
     done = subprocess.run(
         [*command, *data, *SHORT, f"output_dir={tmp_path}", "tracking.enabled=false"],
         capture_output=True, text=True, timeout=600,
