@@ -25,15 +25,48 @@ set -euo pipefail
 # Set by mhar submit: say what would be started and start nothing.
 : "${MHAR_RENDER:=}"
 
+# refuse TEXT: end the job, which would not work, with one line that says why.
+refuse() {
+  echo "mhar: error: $1" >&2
+  exit 2
+}
+
+[ -n "$MHAR_RENDER" ] || [ -n "${SLURM_JOB_ID:-}" ] ||
+  refuse "this is a job file for Slurm: sbatch FILE, or mhar submit FILE; launch/node trains without Slurm"
+for name in MHAR_RETRIES MHAR_EXCLUDE_NODES; do
+  case ${!name} in
+    *[!0-9]*) refuse "$name: '${!name}' given, but it must be a whole number of 0 or more" ;;
+  esac
+  printf -v "$name" '%d' "$((10#${!name}))" # 08 is 8
+done
+[ -x "$MHAR_ROOT/launch/node" ] ||
+  refuse "$MHAR_ROOT/launch/node cannot be run on $HOSTNAME: a checkout lost its modes, or lies on a noexec file system"
+# Relative to the checkout; a mount of a container must be absolute.
+MHAR_ROOT=$(cd "$MHAR_ROOT" >/dev/null && pwd) # with CDPATH, cd speaks
+for name in MHAR_VENV MHAR_OUTPUT_DIR; do
+  case ${!name} in
+    /*) ;;
+    *) printf -v "$name" '%s' "$MHAR_ROOT/${!name}" ;;
+  esac
+done
+
 export MHAR_ROOT MHAR_INTERFACE MHAR_RANKS_PER_NODE MHAR_HEALTH_CHECK
 [ -n "$MHAR_INTERFACE" ] || unset MHAR_INTERFACE
 [ -n "$MHAR_RANKS_PER_NODE" ] || unset MHAR_RANKS_PER_NODE
 cd "$MHAR_ROOT"
 
 # Containers see the same paths as the host, so that a job file means the same with and without.
-site=(--ntasks-per-node=1 --cpu-bind=none) # launch/node starts the ranks; each may use all cores that the job has
+# launch/node starts the ranks; each may use all cores that the job has. The environment of this script is theirs, also
+# where a site has SBATCH_EXPORT=NONE, which srun would follow.
+site=(--ntasks-per-node=1 --cpu-bind=none --export=ALL)
 [ -z "${SLURM_CPUS_ON_NODE:-}" ] || site+=(--cpus-per-task="$SLURM_CPUS_ON_NODE")
 if [ -n "$MHAR_CONTAINER" ]; then
+  if [ -z "$MHAR_RENDER" ] || command -v srun >/dev/null 2>&1; then
+    case $(srun --help 2>&1) in
+      *--container-image*) ;;
+      *) refuse "MHAR_CONTAINER: $MHAR_CONTAINER given, but srun of this cluster knows no --container-image: Pyxis is not installed" ;;
+    esac
+  fi
   [ -n "$MHAR_RENDER" ] || mkdir -p "$MHAR_OUTPUT_DIR" # a mount must be there
   site+=(
     --container-image="$MHAR_CONTAINER"
@@ -42,10 +75,28 @@ if [ -n "$MHAR_CONTAINER" ]; then
   )
 else
   export PATH="$MHAR_VENV/bin:$PATH"
+  # One on the path, of a module or of conda, does as well, but not in place of one that was asked for.
+  [ -n "$MHAR_RENDER" ] || [ -x "$MHAR_VENV/bin/mhar" ] ||
+    { [ "$MHAR_VENV" = "$MHAR_ROOT/.venv" ] && command -v mhar >/dev/null 2>&1; } ||
+    refuse "MHAR_VENV: $MHAR_VENV has no bin/mhar on $HOSTNAME; make venv makes one in the checkout, or set MHAR_CONTAINER"
 fi
 
 # say TEXT: a line of the job's log.
 say() { printf '%s job %s: %s\n' "$(date '+%Y-%m-%d %H:%M:%S')" "${SLURM_JOB_ID:-none}" "$1"; }
+
+# Until training sets its own: what comes before a run has nothing to save.
+trap 'say "SIGUSR1: the time limit is near, and no training is under way; submit it again with more time"; exit 1' USR1
+
+# of_this_task VALUE...: the one that belongs to this task of the job array.
+of_this_task() {
+  local task=${SLURM_ARRAY_TASK_ID:-none}
+  case $task in
+    *[!0-9]*) refuse "this file is a job array: submit it with --array, as its own line has it, not without" ;;
+  esac
+  [ "$task" -lt $# ] || refuse "--array: task $task given, but there are 0 to $(($# - 1)): $*"
+  shift "$task"
+  echo "$1"
+}
 
 # on_one_node COMMAND...: run it once; a failure ends the job.
 on_one_node() {
@@ -93,13 +144,17 @@ train() {
     return
   fi
 
+  local earlier its_restart
+  while read -r earlier its_restart; do
+    if [ "$earlier" != "$SLURM_JOB_ID" ] && is_running "$earlier"; then
+      refuse "$run_dir: job $earlier is training in this folder; wait for its end, scancel $earlier, or give another name=..."
+    fi
+    reason="the start before ended without a word: its first node was lost, or it was killed"
+    record end "$reason" "$earlier" "$its_restart"
+    say "$reason"
+  done < <(open_starts)
   export MHAR_LOGS=$run_dir/logs/$SLURM_JOB_ID-$restart
   mkdir -p "$MHAR_LOGS"
-  local before
-  before=$(tail -n 1 "$run_dir/attempts.tsv" 2>/dev/null || true)
-  case $before in
-    *$'\tstart\t'*) end "the start before ended without a word: its first node was lost, or it was killed" ;;
-  esac
   record start "on ${SLURM_JOB_NODELIST:-?}"
   say "start $((restart + 1)) of $run_dir on ${SLURM_JOB_NODELIST:-?}, from step $(newest_step), logs in $MHAR_LOGS"
   if [ "$(fruitless_starts)" -gt $((MHAR_RETRIES + 1)) ]; then # Slurm requeues by itself when a node is lost
@@ -167,15 +222,29 @@ train() {
 
 # What follows is of train alone, and reads its variables.
 
-# record EVENT TEXT: a line of attempts.tsv: time, event, job, restart, step of the newest complete checkpoint, text.
+# record EVENT TEXT [JOB RESTART]: a line of attempts.tsv: time, event, job, restart, step of the newest complete
+# checkpoint, text; of this job by default.
 record() {
-  printf '%s\t%s\t%s\t%s\t%s\t%s\n' "$(date -u '+%Y-%m-%dT%H:%M:%SZ')" "$1" "$SLURM_JOB_ID" "$restart" \
+  printf '%s\t%s\t%s\t%s\t%s\t%s\n' "$(date -u '+%Y-%m-%dT%H:%M:%SZ')" "$1" "${3:-$SLURM_JOB_ID}" "${4:-$restart}" \
     "$(newest_step)" "${2//[$'\t\n\r']/ }" >>"$run_dir/attempts.tsv" || true # a full disk; the log has it too
 }
 
 end() {
   record end "$1"
   say "$1"
+}
+
+# "JOB RESTART" of each job whose last line is a start.
+open_starts() {
+  [ ! -f "$run_dir/attempts.tsv" ] || awk -F '\t' 'NF == 6 && $3 ~ /^[0-9]+$/ { if ($2 == "start") open[$3] = $4; else delete open[$3] }
+    END { for (job in open) print job, open[job] }' "$run_dir/attempts.tsv"
+}
+
+is_running() {
+  case $(squeue --noheader --jobs="$1" --format=%T 2>/dev/null) in
+    *RUNNING* | *SUSPENDED*) ;;
+    *) return 1 ;;
+  esac
 }
 
 # Step of the newest complete checkpoint, 0 without one; half-written ones have an ending.

@@ -56,6 +56,12 @@ def evaluate(
     from megatron_mhar.run_files import RunFiles
 
     run_dir = run_dir.absolute()
+    for override in overrides:
+        if (key := override.partition("=")[0].strip()) in ("name", "output_dir"):
+            raise UserError(
+                f"command line: {override}: {key} is that of the run in RUN_DIR, {run_dir}, where the results go; "
+                "give another RUN_DIR instead"
+            )
     files = RunFiles(run_dir)
     if not files.config.is_file():
         raise UserError(f"{run_dir}: holds no run of mhar train (it has no config.yaml)")

@@ -70,6 +70,8 @@ def _lines(state: RunState, run_dir: Path, now: datetime) -> Iterator[str]:
     if state.attempts:
         starts = sum(attempt.event == "start" for attempt in state.attempts)
         yield row("starts", f"{starts}" + (f", the last {_SHOWN} lines:" if len(state.attempts) > _SHOWN else ""))
+    if state.failure is not None:
+        yield row("failed", f"{_local(state.failure[0])}, {state.failure[1]}")
     for attempt in state.attempts[-_SHOWN:]:
         what = f"start from step {attempt.step:,} {attempt.text}" if attempt.event == "start" else attempt.text
         yield f"    {_local(attempt.time)}  job {attempt.job}, {what}"

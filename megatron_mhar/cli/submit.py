@@ -8,6 +8,9 @@ from pathlib import Path
 
 import click
 
+# Never arguments of a job file.
+_OWN = ("--check", "--nodes", "--time", "--partition", "--after", "--memory")
+
 
 @click.command(context_settings={"allow_interspersed_args": False})  # as sbatch has it: what is behind FILE is its own
 @click.argument("job_file", metavar="FILE", type=click.Path(path_type=Path))
@@ -56,6 +59,9 @@ def submit(
     from megatron_mhar.launch.check import check_job, sbatch_command
     from megatron_mhar.launch.jobfile import JobFile
 
+    for word in arguments:
+        if word.partition("=")[0] in _OWN:
+            raise UserError(f"{word}: options of mhar submit stand before FILE: mhar submit {word} ... {job_file}")
     given = {"nodes": None if nodes is None else str(nodes), "time": time, "partition": partition}
     options = {name: value for name, value in given.items() if value is not None}
     if after:  # a job that they leave in the lurch is removed, and does not wait for ever

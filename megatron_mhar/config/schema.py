@@ -395,7 +395,9 @@ class TrackingConfig(Section):
     uri: str | None = Field(None, description="MLflow server or store; a sqlite file in output_dir by default")
     experiment: str = Field("megatron_mhar", min_length=1)
     request_timeout_s: PositiveInt = Field(2, description="seconds until one request to the server is given up")
-    drain_timeout_s: float = Field(30, ge=0, description="longest wait for the server once training has ended")
+    drain_timeout_s: float = Field(
+        30, ge=0, description="longest wait for the server once training has ended; 10 s once it was told to stop"
+    )
 
 
 class ProfileConfig(Section):

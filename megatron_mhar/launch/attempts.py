@@ -6,9 +6,12 @@ often that job had been requeued, the step of the newest complete checkpoint the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Literal, NamedTuple
+
+from megatron_mhar.errors import UserError
 
 
 class Attempt(NamedTuple):
@@ -28,12 +31,25 @@ def attempts_path(run_dir: Path) -> Path:
 
 
 def read_attempts(run_dir: Path) -> list[Attempt]:
-    """All starts and ends in the order of time; none where Slurm has not run it. A torn or damaged line is left out."""
+    """All starts and ends in the order of time; none where Slurm has not run it. A torn or damaged line is left out.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    path = attempts_path(run_dir)
     try:
-        lines = attempts_path(run_dir).read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except (FileNotFoundError, NotADirectoryError):
         return []
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     return [attempt for line in lines if (attempt := _parse(line)) is not None]
+
+
+def started(attempts: Sequence[Attempt]) -> bool:
+    """Whether a job has started and not ended. Another one that was submitted for the run ends at once, and is none."""
+    last = {attempt.job: attempt.event for attempt in attempts}
+    return "start" in last.values()
 
 
 def _parse(line: str) -> Attempt | None:
@@ -42,6 +58,9 @@ def _parse(line: str) -> Attempt | None:
         if event not in ("start", "end"):
             return None
         kind: Literal["start", "end"] = "start" if event == "start" else "end"
-        return Attempt(datetime.fromisoformat(time), kind, job, int(restart), int(step), text)
-    except ValueError:
+        when = datetime.fromisoformat(time)
+        if when.tzinfo is None or not 1970 < when.year < 9999:  # damaged; at the ends no other time zone has it
+            return None
+        return Attempt(when, kind, job, int(restart), int(step), text)
+    except (ValueError, OverflowError):
         return None

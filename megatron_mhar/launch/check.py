@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import shutil
@@ -15,10 +16,12 @@ from megatron_mhar.config.layout import check_layout
 from megatron_mhar.config.load import load_config
 from megatron_mhar.config.schema import RunConfig
 from megatron_mhar.errors import UserError
-from megatron_mhar.launch.jobfile import JobFile, TrainCommand, parse_time
+from megatron_mhar.launch.jobfile import EvaluateCommand, JobFile, TrainCommand, parse_time
 from megatron_mhar.pipeline.estimate import estimate_layout
+from megatron_mhar.run_files import RunFiles
 
 GIB = 2**30
+_ENDED_BADLY = re.compile(r"\bJobState=(FAILED|CANCELLED|TIMEOUT|NODE_FAIL|OUT_OF_MEMORY|BOOT_FAIL|DEADLINE)\b")
 _SRUN_WAIT_S = 30  # for a free node; a busy cluster leaves the shared folder unchecked
 
 
@@ -44,12 +47,16 @@ def check_job(job: JobFile, *, gpu_gib: float) -> Findings:
     found = Findings()
     found.problems += job.variable_problems()
     _check_limits(job, found)
+    _check_log(job, found)
+    _check_dependency(job, found)
     tasks = _render_all(job, found)
     outputs: dict[Path, None] = {}
     for task, commands in tasks:
+        where = job.path.name if task is None else f"{job.path.name}, task {task}"
         makes_data = any("mhar data" in " ".join(command) for command in commands)
+        for evaluation in job.evaluations(commands):
+            _check_evaluation(job, where, evaluation, found)
         for training in job.trainings(commands):
-            where = job.path.name if task is None else f"{job.path.name}, task {task}"
             try:
                 config = _load(job, training)
             except UserError as error:
@@ -86,6 +93,21 @@ def _render_all(job: JobFile, found: Findings) -> list[tuple[int | None, list[li
 def _load(job: JobFile, training: TrainCommand) -> RunConfig:
     with chdir(job.root):  # names of files in a job file are those of the checkout
         return load_config(training.config, training.overrides)
+
+
+def _check_evaluation(job: JobFile, where: str, evaluation: EvaluateCommand, found: Findings) -> None:
+    config = RunFiles(evaluation.run_dir).config
+    if not config.is_file():
+        if job.option("dependency") is not None:
+            found.unchecked.append(f"{where}: {evaluation.run_dir}: the job waits for others, which may make it")
+        else:
+            found.problems.append(f"{where}: {evaluation.run_dir}: holds no run of mhar train (it has no config.yaml)")
+        return
+    try:
+        with chdir(job.root):
+            check_layout(load_config(config, evaluation.overrides), job.nodes * job.ranks_per_node)
+    except UserError as error:
+        found.problems.append(f"{where}: {error}")
 
 
 def _check_layout(where: str, config: RunConfig, world: int, gpu_gib: float, found: Findings) -> None:
@@ -157,6 +179,35 @@ def _check_limits(job: JobFile, found: Findings) -> None:
         if most.isdecimal() and job.nodes > int(most):
             found.problems.append(f"nodes: {job.nodes} given, but partition {title} has {key} {most}")
             break
+
+
+def _check_log(job: JobFile, found: Findings) -> None:
+    """Slurm ends a job whose log it cannot open, without a word."""
+    folder = Path(job.option("output") or "slurm-%j.out").absolute().parent
+    if "%" not in str(folder) and not os.access(folder, os.W_OK):
+        there = "cannot be written" if folder.is_dir() else "does not exist"
+        found.problems.append(
+            f"output: the job's log would lie in {folder}, which {there}; set SBATCH_OUTPUT, or submit from another "
+            "folder with MHAR_ROOT set to the checkout"
+        )
+
+
+def _check_dependency(job: JobFile, found: Findings) -> None:
+    """Jobs that must end well before: Slurm takes numbers that it does not know for done."""
+    jobs = re.findall(r"\bafterok((?::\d+)+)", job.option("dependency") or "")
+    for number in filter(None, ":".join(jobs).split(":")):
+        command = ["scontrol", "--oneliner", "show", "job", number]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        except (FileNotFoundError, subprocess.TimeoutExpired):
+            return  # said of the partition
+        if "Invalid job id" in done.stderr:
+            found.problems.append(
+                f"--after: Slurm knows no job {number}, and would not wait for it. Some minutes after its end a job is "
+                "forgotten: leave it out if it has ended well"
+            )
+        elif ended := _ENDED_BADLY.search(done.stdout):
+            found.problems.append(f"--after: job {number} has ended as {ended[1]}: what waits for it would be removed")
 
 
 def _partitions(found: Findings) -> list[dict[str, str]] | None:

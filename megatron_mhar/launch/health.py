@@ -30,7 +30,8 @@ from megatron_mhar.run_files import RunFiles, checkpoint_path, checkpoint_steps
 
 Level = Literal["full", "quick", "off"]
 
-MEET_S = 120.0  # nodes of one job start within seconds, the slowest container within a minute
+MEET_S = 300.0  # nodes of one job start within seconds, but some may have to fetch a container's image first
+_SILENT_S = 15.0  # then it is said who waits for whom
 _ANSWER_S = 30.0
 _PROBE_S = 300.0  # longer than the time-out of its collectives
 _CLOCK_S = 5.0  # time servers keep nodes within milliseconds
@@ -73,13 +74,17 @@ def check_nodes(place: Place, *, logs: Path | None, level: Level) -> Place:
 
     Raises:
         Unhealthy: a node is bad, or they do not reach each other.
+        UserError: they are not started as nodes of one run.
     """
     if level == "off":
         return place
+    check_interface(os.environ.get("MHAR_INTERFACE"))
     with Meeting(place) as meeting:
         own = {
             "host": host_name(),
-            "problems": node_problems(place.ranks, logs),
+            "ranks": place.ranks,
+            "problems": node_problems(place.ranks),
+            "unseen": str(logs) if logs is not None and not logs.is_dir() else "",
             "topology": os.environ.get("SLURM_TOPOLOGY_ADDR", ""),
         }
         verdict = meeting.exchange(own, lambda reports: judge_nodes(reports, place.nodes, meeting.where))
@@ -96,6 +101,8 @@ def check_nodes(place: Place, *, logs: Path | None, level: Level) -> Place:
 
 
 def _accept(verdict: Mapping[str, Any]) -> tuple[list[str], list[int]]:
+    if verdict.get("mistake"):
+        raise UserError(verdict["mistake"])
     if verdict["reason"]:
         raise Unhealthy(verdict["reason"], verdict["bad"])
     return verdict["hosts"], verdict["order"]
@@ -104,15 +111,29 @@ def _accept(verdict: Mapping[str, Any]) -> tuple[list[str], list[int]]:
 # --- what a node sees of itself
 
 
-def node_problems(ranks: int, logs: Path | None) -> list[str]:
+def check_interface(names: str | None) -> None:
+    """Refuse network interfaces, as NCCL and gloo would get them, that are not on this machine.
+
+    Raises:
+        UserError: one is not there; the error names those that are.
+    """
+    there = [name for _, name in socket.if_nameindex()]
+    for name in (names or "").split(","):
+        # NCCL takes the beginning of a name, and forms with a sign before it.
+        if name.strip() and name[0] not in "^=" and not any(each.startswith(name.strip()) for each in there):
+            raise UserError(
+                f"MHAR_INTERFACE: {names!r} given, but {host_name()} has no such network interface; it has "
+                f"{', '.join(there)}"
+            )
+
+
+def node_problems(ranks: int) -> list[str]:
     """What is wrong with this node for a run of ``ranks`` ranks here, a line each."""
     problems = gpu_problems(ranks, os.environ.get("CUDA_VISIBLE_DEVICES"))
     temporary = tempfile.gettempdir()
     free = shutil.disk_usage(temporary).free
     if free < _LEAST_TEMPORARY:
         problems.append(f"{free / 1e6:,.0f} MB are free in {temporary}, of at least {_LEAST_TEMPORARY / 1e6:,.0f}")
-    if logs is not None and not logs.is_dir():
-        problems.append(f"it does not see {logs}, which the job has made: a file system is not mounted here")
     return problems
 
 
@@ -178,10 +199,13 @@ def judge_nodes(reports: Mapping[int, Mapping[str, Any]], nodes: int, where: str
     """Verdict over the nodes' reports on themselves.
 
     Args:
-        reports: by node; those that did not come are missing. ``offset_s`` is a clock's lead over node 0's.
+        reports: by node; those that did not come are missing. ``offset_s`` is a clock's lead over node 0's, ``unseen``
+            the folder of the logs where a node does not see it.
         nodes: how many there are.
         where: host and port where they met.
     """
+    if mistake := _mistake(reports, nodes):
+        return _verdict({}) | {"mistake": mistake}
     found: dict[str, str] = {}
     missing = [node for node in range(nodes) if node not in reports]
     names = {node: str(reports[node]["host"]) if node in reports else _expected_host(node) for node in range(nodes)}
@@ -193,12 +217,34 @@ def judge_nodes(reports: Mapping[int, Mapping[str, Any]], nodes: int, where: str
     for node, report in reports.items():
         apart = [abs(report["offset_s"] - other["offset_s"]) for other in reports.values() if other is not report]
         problems = list(report["problems"])
+        if report["unseen"]:
+            problems.append(
+                f"it does not see {report['unseen']}, which the job has made: a file system is not mounted here"
+            )
         if sum(seconds > _CLOCK_S for seconds in apart) > len(apart) / 2:
             problems.append(f"its clock is {max(apart):,.1f} s apart from the other nodes'")
         if problems:
             found[names[node]] = "; ".join(problems)
     order = by_topology([str(reports[node]["topology"]) if node in reports else "" for node in range(nodes)])
     return _verdict(found) | {"hosts": [names[node] for node in order], "order": order}
+
+
+def _mistake(reports: Mapping[int, Mapping[str, Any]], nodes: int) -> str:
+    """What is wrong with how the nodes were started, and with none of them."""
+    starts = sorted((each["ranks"], node, each["host"]) for node, each in reports.items())
+    few, many = starts[0], starts[-1]
+    if few[0] != many[0]:
+        return (
+            f"node {few[1]} ({few[2]}) starts {few[0]} ranks and node {many[1]} ({many[2]}) {many[0]}, but all nodes "
+            "of a run have the same number: set MHAR_RANKS_PER_NODE, or use as many GPUs on each"
+        )
+    unseen = [report["unseen"] for report in reports.values() if report["unseen"]]
+    if len(unseen) == nodes - 1 > 1:
+        return (
+            f"output_dir: none of the other {nodes - 1} nodes sees {unseen[0]}, which the first one has made: it is on "
+            "no shared file system; choose another by MHAR_OUTPUT_DIR or output_dir=..."
+        )
+    return ""
 
 
 def judge_probes(
@@ -331,6 +377,7 @@ class Meeting:
 
     Raises:
         Unhealthy: node 0 cannot be reached, or cannot listen.
+        UserError: two nodes have the same number.
     """
 
     def __init__(self, place: Place, *, timeout_s: float = MEET_S) -> None:
@@ -382,28 +429,41 @@ class Meeting:
         try:
             server = socket.create_server(("", self.place.port), family=family, dualstack_ipv6=dual)
         except OSError as error:
-            host = host_name()
-            reason = f"node {host} is bad: port {self.place.port} cannot be opened there ({error.strerror})"
+            host, why = host_name(), os.strerror(error.errno or 0)
+            reason = f"node {host} is bad: port {self.place.port} cannot be opened there ({why})"
+            if not _job():
+                reason += "; if another run, or another NODE_RANK=0, has it: set another MASTER_PORT on every node"
             raise Unhealthy(reason, [host]) from None
+        silent = time.monotonic() + _SILENT_S
         with server:  # closed before the verdict: the ranks will listen there
             while len(self._links) < self.place.nodes - 1 and (left := end - time.monotonic()) > 0:
-                server.settimeout(left)
+                if time.monotonic() > silent:
+                    silent = end
+                    missing = [number for number in range(1, self.place.nodes) if number not in self._links]
+                    say(f"waiting at {self.where} for {_numbers(missing)} of {self.place.nodes}, {left:.0f} s more")
+                server.settimeout(max(0.1, min(left, silent - time.monotonic())))
                 with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                     link = _Link(server.accept()[0])
                     hello = link.receive(min(left, _ANSWER_S))
-                    if hello["job"] == _job() and 0 < hello["node"] < self.place.nodes:
-                        self._links[hello["node"]] = link
-                    else:
+                    if hello["job"] != _job() or not 0 < hello["node"] < self.place.nodes:
                         link.close()
+                    elif hello["node"] in self._links:
+                        raise UserError(f"NODE_RANK: {hello['node']} given on two nodes; each has its own number")
+                    else:
+                        self._links[hello["node"]] = link
 
     def _connect(self, end: float) -> None:
+        silent = time.monotonic() + _SILENT_S
         while True:
             try:
                 link = _Link(socket.create_connection((self.place.address, self.place.port), timeout=_ANSWER_S))
                 link.send({"job": _job(), "node": self.place.node})
             except OSError as error:
-                if time.monotonic() > end:
+                if (now := time.monotonic()) > end:
                     raise Unhealthy(f"{host_name()} does not reach {self.where}: {error}") from None
+                if now > silent and not _job():  # of a job the first node says it
+                    silent = end
+                    say(f"{host_name()} does not reach {self.where} yet ({error}), tries {end - now:.0f} s more")
                 time.sleep(0.2)
                 continue
             self._links[0] = link
@@ -421,3 +481,13 @@ class Meeting:
 
 def _job() -> str:
     return os.environ.get("SLURM_JOB_ID", "")
+
+
+def _numbers(nodes: Sequence[int]) -> str:
+    shown = ", ".join(map(str, nodes[:5]))
+    return f"node{'s' if len(nodes) > 1 else ''} {shown}{' ...' if len(nodes) > 5 else ''}"
+
+
+def say(text: str) -> None:
+    """A line of the job's log."""
+    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}", file=sys.stderr, flush=True)

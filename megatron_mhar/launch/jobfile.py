@@ -18,7 +18,10 @@ from pathlib import Path
 from megatron_mhar.errors import UserError
 from megatron_mhar.launch.health import level_of
 
-_DIRECTIVE = re.compile(r"#SBATCH\s+--([a-z-]+)(?:[=\s]\s*(\S.*?))?\s*(?:\s#.*)?$")
+_SHORT = {"-A": "account", "-a": "array", "-d": "dependency", "-N": "nodes", "-o": "output", "-p": "partition",
+          "-t": "time"}  # fmt: skip
+_SOURCES_COMMON = re.compile(r"^\s*(?:source|\.)\s.*slurm/common\.sh\b", re.MULTILINE)
+_ERROR = "mhar: error: "  # of common.sh
 _SITE_VARIABLE = re.compile(r'^: "\$\{(MHAR_\w+):=', re.MULTILINE)
 _INTERNAL = frozenset({"MHAR_LOGS"})  # exported by a job to its ranks
 # Slurm reads these before a file's own directives.
@@ -28,6 +31,8 @@ _VARIABLES = {
     "time": "SBATCH_TIMELIMIT",
     "gpus-per-node": "SBATCH_GPUS_PER_NODE",
     "array": "SBATCH_ARRAY_INX",
+    "output": "SBATCH_OUTPUT",
+    "export": "SBATCH_EXPORT",
 }
 
 
@@ -38,6 +43,14 @@ class TrainCommand:
     config: Path
     overrides: tuple[str, ...]
     nodes: int
+
+
+@dataclass(frozen=True)
+class EvaluateCommand:
+    """A start of ``launch/node evaluate``: the run's folder, and what replaces keys of its config."""
+
+    run_dir: Path
+    overrides: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -81,7 +94,7 @@ class JobFile:
     @property
     def root(self) -> Path:
         """The checkout that the job runs in."""
-        return Path(self.environment.get("MHAR_ROOT") or Path.cwd())
+        return Path(self.environment.get("MHAR_ROOT") or Path.cwd()).absolute()
 
     @property
     def nodes(self) -> int:
@@ -91,12 +104,20 @@ class JobFile:
     @property
     def ranks_per_node(self) -> int:
         """Ranks that launch/node will start."""
-        given = self.environment.get("MHAR_RANKS_PER_NODE")
+        given, gpus = self.environment.get("MHAR_RANKS_PER_NODE"), self._gpus_per_node()
         if given:
             if not given.isdecimal() or int(given) < 1:
                 raise UserError(f"MHAR_RANKS_PER_NODE: {given!r} given, but it must be a whole number of 1 or more")
+            if gpus is not None and int(given) > gpus:
+                raise UserError(f"MHAR_RANKS_PER_NODE: {given} given, but the job has {gpus} GPUs a node, one a rank")
             return int(given)
-        return self.number("gpus-per-node", 1)
+        return gpus or 1
+
+    def _gpus_per_node(self) -> int | None:
+        if self.option("gpus-per-node") is not None:
+            return self.number("gpus-per-node", 1)
+        match = re.search(r"\bgpu(?::[^:,]+)?:(\d+)", self.option("gres") or "")
+        return int(match[1]) if match else None
 
     @property
     def tasks(self) -> list[int | None]:
@@ -112,26 +133,57 @@ class JobFile:
             tasks += range(int(match[1]), int(match[2] or match[1]) + 1, int(match[3] or 1))
         return tasks
 
-    def _directives(self) -> dict[str, str]:
+    def text(self) -> str:
+        """Contents of the file.
+
+        Raises:
+            UserError: it cannot be read.
+        """
         try:
-            lines = self.path.read_text(encoding="utf-8").splitlines()
+            text = self.path.read_bytes().decode()
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "no text"
             raise UserError(f"{self.path}: cannot be read as a job file: {reason}") from None
-        found = {}
-        for line in lines:
+        if "\r\n" in text:
+            raise UserError(f"{self.path}: has the line ends of DOS, which sbatch and bash refuse; dos2unix mends it")
+        return text
+
+    def _directives(self) -> dict[str, str]:
+        """Options on the file's #SBATCH lines by their long names; those without a value have an empty one."""
+        found: dict[str, str] = {}
+        for number, line in enumerate(self.text().splitlines(), 1):
             if line.strip() and not line.startswith("#"):
                 break  # as sbatch does
-            if match := _DIRECTIVE.match(line):
-                found[match[1]] = match[2] or ""
+            if not line.startswith("#SBATCH"):
+                continue
+            try:
+                words = shlex.split(line.removeprefix("#SBATCH"), comments=True)
+            except ValueError as error:
+                raise UserError(f"{self.path}:{number}: {line.strip()}: {error}") from None
+            name = ""
+            for word in words:
+                if word.startswith("--"):
+                    name, _, found[name] = word.removeprefix("--").partition("=")
+                elif word.startswith("-") and word[:2] in _SHORT:
+                    name = _SHORT[word[:2]]
+                    found[name] = word[2:]
+                elif word.startswith("-"):
+                    name = ""  # a short option that is not looked at
+                elif name:
+                    found[name] = word
         return found
 
     def render(self, task: int | None) -> list[list[str]]:
         """The srun commands of the job, or of one task of its array, in order.
 
         Raises:
-            UserError: the file ends with an error: what it says.
+            UserError: the file ends with an error: what it says; or it is not one that can be run in dry form.
         """
+        if not _SOURCES_COMMON.search(self.text()):
+            raise UserError(
+                f"{self.path}: has no line that sources slurm/common.sh, and so it cannot be looked at without running "
+                "it; sbatch submits it unchecked"
+            )
         environment = dict(self.environment) | {
             "MHAR_RENDER": "1",
             "SLURM_SUBMIT_DIR": str(Path.cwd()),
@@ -139,12 +191,19 @@ class JobFile:
         }
         if task is not None:
             environment["SLURM_ARRAY_TASK_ID"] = str(task)
-        done = subprocess.run(
-            ["bash", str(self.path), *self.arguments],
-            env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60,
-        )  # fmt: skip
+        try:
+            done = subprocess.run(
+                ["bash", str(self.path), *self.arguments],
+                env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60,
+            )  # fmt: skip
+        except FileNotFoundError:
+            raise UserError(f"{self.path}: bash, which runs it, is not on the path here") from None
+        except subprocess.TimeoutExpired:
+            raise UserError(f"{self.path}: did not end in 60 s, although it had nothing to start") from None
         if done.returncode:
             said = done.stderr.strip().splitlines() or [f"ends with code {done.returncode}"]
+            if said[-1].startswith(_ERROR):
+                raise UserError(said[-1].removeprefix(_ERROR))
             where = "" if task is None else f", task {task}"
             raise UserError(f"{self.path}{where}: {said[-1]}")
         return [shlex.split(line) for line in done.stdout.splitlines()]
@@ -161,6 +220,18 @@ class JobFile:
                     break
         return found
 
+    def evaluations(self, commands: Sequence[Sequence[str]]) -> list[EvaluateCommand]:
+        """Those of the commands that evaluate."""
+        found = []
+        for command in commands:
+            for place, word in enumerate(command):
+                if word.endswith("launch/node") and command[place + 1 : place + 2] == ["evaluate"]:
+                    run_dir, *rest = command[place + 2 :]
+                    overrides = tuple(word for word in rest if "=" in word and not word.startswith("-"))
+                    found.append(EvaluateCommand(self.root / run_dir, overrides))
+                    break
+        return found
+
     def variable_problems(self) -> list[str]:
         """What is wrong with the site's variables, a line each."""
         common = self.root / "slurm" / "common.sh"
@@ -174,15 +245,18 @@ class JobFile:
                 near = get_close_matches(name, known, 1)
                 meant = f"did you mean {near[0]}?" if near else f"{common} has the choices of a site"
                 problems.append(f"{name}: no such variable; {meant}")
+        exported = [part.partition("=")[0] for part in (self.option("export") or "ALL").split(",")]
+        lost = [name for name in sorted(self.environment) if name in known and name not in exported]
+        if lost and "ALL" not in exported:
+            problems.append(
+                f"export: {self.option('export')} given, so that the job would not get {', '.join(lost)}; set "
+                "SBATCH_EXPORT=ALL, or change the defaults in slurm/common.sh"
+            )
         if problem := self._installation_problem():
             problems.append(problem)
         for mount in filter(None, self.environment.get("MHAR_MOUNTS", "").split(",")):
             if not Path(mount.partition(":")[0]).exists():
                 problems.append(f"MHAR_MOUNTS: {mount} given, but there is no {mount.partition(':')[0]} here")
-        for name in ("MHAR_RETRIES", "MHAR_EXCLUDE_NODES"):
-            given = self.environment.get(name, "")
-            if given and not given.isdecimal():
-                problems.append(f"{name}: {given!r} given, but it must be a whole number of 0 or more")
         try:
             level_of(self.environment)
         except UserError as error:
@@ -195,7 +269,7 @@ class JobFile:
             is_file = image.startswith(("/", "./")) or image.endswith(".sqsh")
             missing = is_file and not (self.root / image).is_file()
             return f"MHAR_CONTAINER: {image} given, but there is no such file" if missing else None
-        venv = Path(self.environment.get("MHAR_VENV") or self.root / ".venv")
+        venv = self.root / (self.environment.get("MHAR_VENV") or ".venv")
         if os.access(venv / "bin" / "mhar", os.X_OK):
             return None
         given = f"{venv} given, but it" if self.environment.get("MHAR_VENV") else f"not set, and {venv}"

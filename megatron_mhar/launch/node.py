@@ -15,6 +15,7 @@ process alone or, if it is configured so, the ranks too. A second SIGTERM or SIG
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -30,7 +31,7 @@ from typing import IO
 from megatron_mhar.config.load import load_config
 from megatron_mhar.config.schema import RunConfig
 from megatron_mhar.errors import UserError
-from megatron_mhar.launch.health import Unhealthy, check_nodes, check_room, level_of
+from megatron_mhar.launch.health import Unhealthy, check_nodes, check_room, level_of, say
 from megatron_mhar.launch.place import Place, find_place, host_name
 from megatron_mhar.run_files import RunFiles
 
@@ -38,10 +39,24 @@ BAD_INPUT = 2  # exit code of mhar for what a repetition does not mend
 UNHEALTHY = 3
 _POLL_S = 0.1
 _KILL_AFTER_S = 10  # between SIGTERM and SIGKILL for ranks that hang once another has failed
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with_launcher() -> None:
+    """Called in a rank before its program: if this process is killed, the rank is told to save and stop.
+
+    It would hold the run's folder and port, and a new start would fail because of that.
+    """
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class Rank:
-    """A rank's process; what it says goes to its log, and is repeated here if ``repeated``."""
+    """A rank's process; what it says goes to its log, and once :meth:`repeat` is called to our output if ``repeated``.
+
+    Start all ranks from one thread, and before there is another.
+    """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path, *, repeated: bool) -> None:
         self.number, self.log = int(environment["RANK"]), log
@@ -52,8 +67,12 @@ class Rank:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if repeated else self._file,
             stderr=subprocess.STDOUT,
+            preexec_fn=_end_with_launcher,
         )
         self._copier: threading.Thread | None = None
+
+    def repeat(self) -> None:
+        """Begin to repeat what it says."""
         if self._process.stdout is not None:
             self._copier = threading.Thread(target=self._copy, args=(self._process.stdout,), daemon=True)
             self._copier.start()
@@ -133,6 +152,8 @@ class Node:
             environment = {**os.environ, **self._defaults(), **self.place.environment(local_rank)}
             log = self.logs / f"rank-{int(environment['RANK']):05d}.log"
             self._ranks.append(Rank(self._command, environment, log, repeated=environment["RANK"] == "0"))
+        for rank in self._ranks:
+            rank.repeat()
         if self._noticed:  # while they were being started
             self._tell(signal.SIGUSR1)
         code = 0
@@ -207,11 +228,6 @@ def leave_reason(logs: Path, node: int, code: int, reason: str) -> None:
         except OSError:
             with contextlib.suppress(OSError):
                 file.unlink()  # a full disk has taken its name alone
-
-
-def say(text: str) -> None:
-    """A line of the job's log."""
-    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 def leave_bad_nodes(logs: Path, hosts: Sequence[str]) -> None:

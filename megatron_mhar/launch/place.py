@@ -92,9 +92,14 @@ def first_host(nodelist: str) -> str:
 
 def _ranks(environment: Mapping[str, str]) -> int:
     """Ranks of a node: as MHAR_RANKS_PER_NODE says, else one a GPU, else one."""
-    for key in ("MHAR_RANKS_PER_NODE", "SLURM_GPUS_ON_NODE"):
-        if environment.get(key):
-            return _number(environment, key)
+    given, gpus = environment.get("MHAR_RANKS_PER_NODE"), environment.get("SLURM_GPUS_ON_NODE")
+    if given:
+        ranks = _number(environment, "MHAR_RANKS_PER_NODE")
+        if gpus and ranks > _number(environment, "SLURM_GPUS_ON_NODE"):
+            raise UserError(f"MHAR_RANKS_PER_NODE: {ranks} given, but the job has {gpus} GPUs a node, one a rank")
+        return ranks
+    if gpus:
+        return _number(environment, "SLURM_GPUS_ON_NODE")
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return max(1, len([name for name in visible.split(",") if name.strip()]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Literal
 
 from megatron_mhar.config.load import load_config
 from megatron_mhar.errors import UserError
-from megatron_mhar.launch.attempts import Attempt, read_attempts
+from megatron_mhar.launch.attempts import Attempt, read_attempts, started
 from megatron_mhar.run_files import RunFiles, RunSummary, checkpoint_steps
 from megatron_mhar.tracking.journal import read_journal
 
@@ -36,6 +37,7 @@ class RunState:
         valid_loss: likewise.
         checkpoint: step of the newest complete checkpoint, None without one.
         heard: when the last report was written.
+        failure: when and why a rank failed first, where launch/node was started by hand; under Slurm attempts tell it.
         attempts: starts and ends under Slurm.
         last_words: last lines of log.txt.
     """
@@ -50,6 +52,7 @@ class RunState:
     valid_loss: tuple[int, float] | None
     checkpoint: int | None
     heard: datetime | None
+    failure: tuple[datetime, str] | None
     attempts: tuple[Attempt, ...]
     last_words: tuple[str, ...]
 
@@ -87,11 +90,14 @@ def read_state(run_dir: Path, *, now: datetime | None = None) -> RunState:
     heard = datetime.fromtimestamp(reports[-1][1], UTC) if reports else None
     seconds = step_seconds(reports[-_REPORTS:])
     speed, steps = last.get("train/tokens_per_second"), checkpoint_steps(files.checkpoints)
+    failure = None if attempts else last_failure(run_dir)
+    if failure is not None and heard is not None and failure[0] < heard:
+        failure = None
     summary = RunSummary.read(files.summary) if files.summary.is_file() else None
     state: Literal["finished", "running", "ended", "silent", "new"]
     if summary is not None and summary.steps == config.training.steps:
         state = "finished"
-    elif attempts and attempts[-1].event == "end":
+    elif failure is not None or (attempts and not started(attempts)):
         state = "ended"
     elif heard is None:
         state = "new"
@@ -110,9 +116,24 @@ def read_state(run_dir: Path, *, now: datetime | None = None) -> RunState:
         valid_loss=last.get("valid/loss"),
         checkpoint=steps[-1] if steps else None,
         heard=heard,
+        failure=failure,
         attempts=tuple(attempts),
         last_words=_last_lines(files.log, 3),
     )
+
+
+def last_failure(run_dir: Path) -> tuple[datetime, str] | None:
+    """When and why a rank failed first, from the newest folder of logs; None where no node has left a reason there."""
+    folders = sorted((run_dir / "logs").glob("*/"), key=lambda folder: folder.stat().st_mtime)
+    found = []
+    for file in folders[-1].glob("node-*.end") if folders else ():
+        with suppress(OSError, ValueError, OverflowError):
+            seconds, code, reason = file.read_text(encoding="utf-8", errors="replace").strip().split(" ", 2)
+            found.append((code != "2", datetime.fromtimestamp(float(seconds), UTC), reason))
+    if not found:
+        return None
+    _, time, reason = min(found)  # what mhar refuses is no consequence of another's end
+    return time, reason
 
 
 def step_seconds(reports: Sequence[tuple[int, float]]) -> float | None:

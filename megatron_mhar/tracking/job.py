@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 from urllib.parse import urlsplit
@@ -111,6 +111,7 @@ class Upload(BaseModel):
     uri: str
     run_id: str | None = None
     marks: dict[str, int] = {}  # metric -> highest step that the server has
+    late: dict[str, set[int]] = {}  # metric -> steps below that which it lacks
     ended: bool = False  # the run's end status has been set
     error: str | None = None
 
@@ -161,23 +162,21 @@ class Count(NamedTuple):
     pending: int
 
 
-def count(journal: Path, marks: Mapping[str, int]) -> Count:
-    """How many values of a journal a server has whose highest step of each metric is ``marks``, and how many it lacks.
+def count(journal: Path, upload: Upload) -> Count:
+    """How many values of a journal the server of ``upload`` has, and how many it lacks.
 
     Raises:
         UserError: there is no such file.
     """
-    sent = 0
-    top: dict[str, int] = {}
-    waiting: set[tuple[str, int]] = set()
+    logged: dict[str, set[int]] = {}
     for entry in read_journal(journal):
         for name in entry.metrics:
-            if entry.step > marks.get(name, -1):
-                waiting.add((name, entry.step))
-            elif entry.step > top.get(name, -1):  # a lower step is a repeat after a resume
-                top[name] = entry.step
-                sent += 1
-    return Count(sent, len(waiting))
+            logged.setdefault(name, set()).add(entry.step)
+    pending = 0
+    for name, steps in logged.items():
+        mark, late = upload.marks.get(name, -1), upload.late.get(name, ())
+        pending += sum(step > mark or step in late for step in steps)
+    return Count(sum(map(len, logged.values())) - pending, pending)
 
 
 def absolute_uri(uri: str) -> str:

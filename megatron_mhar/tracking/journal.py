@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 _NAME = re.compile(r"[\w\-. :/]+", re.ASCII)
 _MAX_NAME = 250
 _BLOCK = 1 << 16
+_END_MS = 253_370_764_800_000  # the year 9999
 
 
 class Entry(NamedTuple):
@@ -152,8 +153,9 @@ def _parse(line: bytes) -> Entry | None:
     try:
         fields = json.loads(line)
         metrics = {str(name): float(value) for name, value in fields["metrics"].items()}
-        return Entry(int(fields["step"]), int(fields["time_ms"]), metrics)
-    except (ValueError, TypeError, KeyError, AttributeError):
+        step, time_ms = int(fields["step"]), int(fields["time_ms"])
+        return Entry(step, time_ms, metrics) if 0 <= step < 2**63 and 0 <= time_ms < _END_MS else None
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None
 
 

@@ -90,6 +90,10 @@ class RemoteRun:
             self.client.update_run(run.info.run_id, status="RUNNING")
         return {metric.key: metric.step for metric in run.to_proto().data.metrics}
 
+    def steps(self, name: str) -> set[int]:
+        """Every step at which the server has a value of a metric; a request a few ten thousand values."""
+        return {metric.step for metric in self.client.get_metric_history(self._opened(), name)}
+
     def send(self, points: Sequence[Point]) -> None:
         """Log at most ``MAX_METRICS`` values in one request."""
         from mlflow.entities import Metric

@@ -58,7 +58,7 @@ def sync(run_dir: Path, *, timeout_s: float, uri: str | None = None) -> SyncRepo
         process.kill()
         process.wait()
     upload = Upload.read(files.upload, uri)
-    sent, pending = count(files.journal, upload.marks)
+    sent, pending = count(files.journal, upload)
     reason = None
     if code == LOCKED:
         reason = "the run's own process is sending at this moment; try again once it has ended"

@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Slurm kills what has not ended 30 s (KillWait) after SIGTERM, and the checkpoint comes first. What is left over is
+# sent by the next start, or by mhar sync.
+STOPPED_DRAIN_S = 10.0
+
 
 class Tracker:
     """Journal and MLflow run of one training job; the same run again when the job is restarted in its run folder.
@@ -87,11 +91,13 @@ class Tracker:
     def close(self, status: EndStatus) -> None:
         """End the MLflow run, wait at most ``drain_timeout_s`` for what is left to be sent, and log how much was.
 
-        A second call does nothing.
+        A run that was told to stop (KILLED) waits for :data:`STOPPED_DRAIN_S` at most. A second call does nothing.
         """
         if self._closed:
             return
         self._closed = True
+        if status == "KILLED":
+            self._drain_timeout_s = min(self._drain_timeout_s, STOPPED_DRAIN_S)
         with self._never_raising("close"):
             if self._journal is not None:
                 self._journal.close()
@@ -161,7 +167,7 @@ class Tracker:
 
     def _report(self, job: Job) -> None:
         upload = Upload.read(self._files.upload, job.uri)
-        sent, pending = count(self._files.journal, upload.marks)
+        sent, pending = count(self._files.journal, upload)
         if not pending and upload.ended:
             logger.info("MLflow: %d metric values sent to %s (run %s)", sent, shown(job.uri), upload.run_id)
         else:

@@ -77,6 +77,10 @@ class Uploader:
 
     Of a step that was logged again after a resume MLflow keeps what it was sent first (it would show both); what is
     still waiting is sent with its last value.
+
+    Values go in rising steps, so that a metric's highest step tells what the server has. After a resume with other
+    intervals the journal has late values too: at new steps below one that was logged before. Which of these the server
+    has is asked, once a metric and connection.
     """
 
     def __init__(self, files: Files, job: Job, uri: str, ending: Ending) -> None:
@@ -84,11 +88,15 @@ class Uploader:
         self._upload = Upload.read(files.upload, uri)
         self._upload.error = None
         self._upload.ended = False
+        self._upload.late = {}  # found again in the journal
         self._save()
         self._tail = Tail(files.journal)
         self._remote = RemoteRun(job, uri, self._upload.run_id)
         self._ending = ending
         self._waiting: dict[tuple[str, int], Point] = {}
+        self._logged: dict[str, set[int]] = {}  # steps of each metric that were read from the journal
+        self._highest: dict[str, int] = {}  # of these
+        self._there: dict[str, set[int]] = {}  # steps that the server has, of metrics with late values
         self._connected = False
 
     def run(self) -> int:
@@ -127,17 +135,39 @@ class Uploader:
             rising = rising and entry.step >= last
             last = entry.step
             for name, value in entry.metrics.items():
-                if entry.step > self._upload.marks.get(name, -1):
+                if self._note(name, entry.step):
                     self._waiting[name, entry.step] = Point(name, entry.step, value, entry.time_ms)
         if not rising:
             self._waiting = dict(sorted(self._waiting.items(), key=lambda item: item[0][1]))
+
+    def _note(self, name: str, step: int) -> bool:
+        """Note what the journal has. Whether the server may lack it."""
+        logged = self._logged.setdefault(name, set())
+        if step not in logged:
+            logged.add(step)
+            if step < self._highest.get(name, -1):
+                self._upload.late.setdefault(name, set()).add(step)
+            else:
+                self._highest[name] = step
+        return step > self._upload.marks.get(name, -1) or step in self._upload.late.get(name, ())
+
+    def _drop_late(self) -> None:
+        """Leave out late values that the server has."""
+        for name, steps in self._upload.late.items():
+            if steps and name not in self._there:
+                self._there[name] = self._remote.steps(name)
+            for step in steps & self._there.get(name, set()):
+                steps.remove(step)
+                self._waiting.pop((name, step), None)
 
     def _round(self, ended: bool) -> bool:
         """One attempt at one request's worth of work. True once nothing is left to do."""
         if not self._connected:
             self._connect(resume=not ended)
             self._read()
-        if ended and not self._upload.ended and (not self._waiting or time.monotonic() > self._ending.half_s):
+        self._drop_late()
+        hurry = time.monotonic() > self._ending.half_s or self._ending.status == "KILLED"
+        if ended and not self._upload.ended and (not self._waiting or hurry):
             # After the metrics; or earlier where they may take longer than there is time.
             if self._ending.status is not None:
                 self._remote.end(self._ending.status, self._ending.end_ms)
@@ -146,9 +176,11 @@ class Uploader:
         batch = list(itertools.islice(self._waiting.values(), MAX_METRICS))
         if batch:
             self._remote.send(batch)
-            for point in batch:
-                self._upload.marks[point.name] = point.step
-                del self._waiting[point.name, point.step]
+            for name, step, *_ in batch:
+                self._upload.marks[name] = max(step, self._upload.marks.get(name, -1))
+                self._upload.late.get(name, set()).discard(step)
+                self._there.get(name, set()).add(step)
+                del self._waiting[name, step]
             self._save()
         return self._upload.ended and not self._waiting
 
@@ -156,8 +188,14 @@ class Uploader:
         marks = self._remote.open(resume=resume)
         if any(step > marks.get(name, -1) for name, step in self._upload.marks.items()):
             self._tail.rewind()  # the store lost what it had, or is another one: start over
-        self._waiting = {key: point for key, point in self._waiting.items() if point.step > marks.get(point.name, -1)}
+            self._logged, self._highest, self._upload.late = {}, {}, {}
+        self._there = {}
         self._upload.marks = marks
+        self._waiting = {
+            (name, step): point
+            for (name, step), point in self._waiting.items()
+            if step > marks.get(name, -1) or step in self._upload.late.get(name, ())
+        }
         self._upload.run_id = self._remote.run_id
         if self._upload.error is not None:
             logger.info("connected again")

@@ -12,23 +12,31 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_mhar import platform
 from megatron_mhar.config.layout import check_layout as check_layout
+from megatron_mhar.config.load import flatten
 from megatron_mhar.config.schema import RunConfig
 from megatron_mhar.errors import UserError
 
 
 def rank() -> int:
     """Rank of this process as its launcher says, 0 without one."""
-    return int(os.environ.get("RANK", "0"))
+    return _number("RANK", 0)
 
 
 def local_rank() -> int:
     """Rank of this process among those of its machine, 0 without a launcher."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return _number("LOCAL_RANK", 0)
 
 
 def world_size() -> int:
     """Number of processes as their launcher says, 1 without one."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return _number("WORLD_SIZE", 1)
+
+
+def _number(key: str, default: int) -> int:
+    text = os.environ.get(key) or str(default)
+    if not text.isdecimal():
+        raise UserError(f"{key}: {text!r} given, but it must be a whole number, as torchrun and launch/node set it")
+    return int(text)
 
 
 def initialize(config: RunConfig) -> torch.device:
@@ -53,7 +61,13 @@ def initialize(config: RunConfig) -> torch.device:
             store = torch.distributed.HashStore()  # type: ignore[attr-defined]
             torch.distributed.init_process_group(platform.BACKEND, store=store, rank=0, world_size=1, timeout=timeout)
         else:
+            for key in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+                if not os.environ.get(key):
+                    raise UserError(
+                        f"{key}: missing, with WORLD_SIZE {world_size()}; torchrun and launch/node set it for each rank"
+                    )
             torch.distributed.init_process_group(platform.BACKEND, timeout=timeout)
+    _check_same(config)
     parallel = config.parallel
     sizes = {
         "tensor": (parallel.tensor, parallel_state.get_tensor_model_parallel_world_size),
@@ -85,6 +99,22 @@ def initialize(config: RunConfig) -> torch.device:
         config.training.seed, te_rng_tracker=captures, use_cudagraphable_rng=captures, force_reset_rng=True
     )
     return device
+
+
+def _check_same(config: RunConfig) -> None:
+    """Refuse ranks that were started with other configs: each would train its part of the model in its own way."""
+    own = flatten(config)
+    first = on_first_rank(lambda: own)
+
+    def compare() -> None:
+        for key in sorted(own.keys() | first.keys()):
+            if own.get(key) != first.get(key):
+                raise UserError(
+                    f"{key}: {own.get(key)!r} given on rank {rank()}, but {first.get(key)!r} on rank 0; all ranks of a "
+                    "run, on every machine, need the same config and command line"
+                )
+
+    on_every_rank(compare)
 
 
 def shut_down() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import time
@@ -32,6 +33,9 @@ class Job:
         self.file.write_text(JOB)
         self.requeued = folder / "requeued"
         self._tool("scontrol", f'echo "$*" >>{self.requeued}')
+        self._tool("squeue", "exit 1")
+        self._tool("mhar", "exit 0")
+        self.srun_help = "--container-image=IMAGE"
         self.restart = 0
 
     def _tool(self, name: str, text: str) -> None:
@@ -40,7 +44,8 @@ class Job:
         path.chmod(0o755)
 
     def _popen(self, srun: str, arguments: tuple[str, ...], **environment: str) -> subprocess.Popen[str]:
-        self._tool("srun", f'run_dir={self.run_dir}\necho "$@" >>{self.bin}/calls\n{srun}')
+        knows = f'[ "$1" != --help ] || {{ echo "{self.srun_help}"; exit; }}'
+        self._tool("srun", f'{knows}\nrun_dir={self.run_dir}\necho "$@" >>{self.bin}/calls\n{srun}')
         values = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "MHAR_"))}
         values |= {
             "MHAR_ROOT": str(ROOT), "MHAR_OUTPUT_DIR": str(self.run_dir.parent), "SLURM_JOB_ID": "12",
@@ -140,6 +145,61 @@ def test_slurms_own_requeues_are_counted_too(job: Job) -> None:
     code, output = job.start("sleep 60")
     assert code == 1 and "gave up: 3 requeues" in output
     assert "the start before ended without a word" in output
+
+
+def test_a_run_that_another_job_trains_is_left_alone(job: Job) -> None:
+    """Not even started there: whose end it is would be told wrongly."""
+    process = job._popen("sleep 60", ())
+    while not read_attempts(job.run_dir):
+        time.sleep(0.05)
+    job._tool("squeue", '[ "$2" = --jobs=12 ] && echo RUNNING')
+    try:
+        code, output = job.start(FINISH, SLURM_JOB_ID="13")
+        assert code == 2 and f"{job.run_dir}: job 12 is training in this folder" in output
+        assert [(attempt.job, attempt.event) for attempt in read_attempts(job.run_dir)] == [("12", "start")]
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=60)
+    job._tool("squeue", "exit 1")
+    code, output = job.start(FINISH, SLURM_JOB_ID="13")
+    assert code == 0 and "the start before ended without a word" in output
+    assert [(attempt.job, attempt.event) for attempt in read_attempts(job.run_dir)] == [
+        ("12", "start"), ("12", "end"), ("13", "start"), ("13", "end"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("environment,message", [
+    ({"MHAR_RETRIES": "often"}, "MHAR_RETRIES: 'often' given, but it must be a whole number of 0 or more"),
+    ({"MHAR_VENV": "/no/venv"}, "MHAR_VENV: /no/venv has no bin/mhar on "),
+    ({"MHAR_CONTAINER": "img"}, "MHAR_CONTAINER: img given, but srun of this cluster knows no --container-image"),
+    ({"SLURM_JOB_ID": ""}, "this is a job file for Slurm: sbatch FILE"),
+])  # fmt: skip
+def test_what_cannot_work_ends_at_once(job: Job, environment: dict[str, str], message: str) -> None:
+    """With its reason, before anything is started, and not to be tried again."""
+    job.srun_help = "--no-container"  # as without the plugin
+    code, output = job.start("", **environment)
+    assert code == 2 and output.startswith(f"mhar: error: {message}"), output
+    assert not job.run_dir.exists() and job.requeues() == 0
+
+
+def test_choices_of_the_site_may_be_relative_and_have_spaces(job: Job) -> None:
+    code, output = job.start("", MHAR_OUTPUT_DIR="no/such runs", MHAR_RETRIES="08", MHAR_RENDER="1")
+    assert code == 0
+    (command,) = (shlex.split(line) for line in output.splitlines() if line.startswith("srun"))
+    assert f"output_dir={ROOT}/no/such runs" in command
+
+
+def test_a_task_that_the_array_does_not_have() -> None:
+    environment = {"PATH": os.environ["PATH"], "MHAR_ROOT": str(ROOT), "MHAR_RENDER": "1"}
+    for task, message in (
+        ("4", "--array: task 4 given, but there are 0 to 3: baseline "),
+        ("", "this file is a job array"),
+    ):
+        done = subprocess.run(
+            ["bash", str(ROOT / "slurm/compare_methods.sbatch")], env=environment | {"SLURM_ARRAY_TASK_ID": task},
+            capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert done.returncode == 2 and done.stderr.startswith(f"mhar: error: {message}"), done.stderr
 
 
 def test_what_would_end_the_same_is_not_requeued(job: Job) -> None:

@@ -85,9 +85,14 @@ def test_requeued_by_hand(job: Job, undisturbed: Outcome) -> None:
 
 
 def test_cancelled(job: Job, undisturbed: Outcome) -> None:
-    """It saves, says so, and stays away until it is submitted again."""
+    """It saves, says so, and stays away until it is submitted again; another job for the run is refused until then."""
     job.submit()
     job.until_step(12)
+    first = job.number
+    job.submit()
+    job.until_over("FAILED")
+    assert f"{job.run.run_dir}: job {first} is training in this folder" in job.text()
+    job.number = first
     slurm("scancel", job.number)
     job.until_over("CANCELLED")
     (end,) = job.ends()

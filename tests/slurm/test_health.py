@@ -75,13 +75,11 @@ def test_without_nvidia_smi_there_are_no_gpus_to_look_at(monkeypatch: pytest.Mon
     assert gpu_problems(8, None) == []
 
 
-def test_disk_and_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    assert node_problems(1, tmp_path) == []
-    (problem,) = node_problems(1, tmp_path / "none")
-    assert problem.startswith(f"it does not see {tmp_path}/none")
+    assert node_problems(1) == []
     monkeypatch.setattr(health, "_LEAST_TEMPORARY", 1 << 60)
-    (problem,) = node_problems(1, None)
+    (problem,) = node_problems(1)
     assert "MB are free in " in problem
 
 
@@ -97,8 +95,13 @@ def test_room_for_the_next_checkpoint(tmp_path: Path, monkeypatch: pytest.Monkey
         check_room(tmp_path)
 
 
-def report(host: str, offset_s: float = 0.0, *problems: str, topology: str = "") -> dict[str, Any]:
-    return {"host": host, "offset_s": offset_s, "problems": list(problems), "topology": topology}
+def report(
+    host: str, offset_s: float = 0.0, *problems: str, topology: str = "", ranks: int = 8, unseen: str = ""
+) -> dict[str, Any]:
+    return {
+        "host": host, "offset_s": offset_s, "problems": list(problems), "topology": topology, "ranks": ranks,
+        "unseen": unseen,
+    }  # fmt: skip
 
 
 def judged(*reports: dict[str, Any] | None) -> tuple[str, list[str]]:
@@ -115,9 +118,26 @@ def test_verdict_over_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     reason, bad = judged(report("a"), report("b", -60.0), report("c", -60.1))
     assert bad == ["a"] and "its clock is 60.1 s apart from the other nodes'" in reason
     assert judged(report("a"), report("b", 9))[1] == ["a", "b"]
-    assert judged(report("a"), report("b"), None) == ("node number 2 is bad: it has not reached a:20001 within 120 s",
+    assert judged(report("a"), report("b"), None) == ("node number 2 is bad: it has not reached a:20001 within 300 s",
                                                      ["number 2"])  # fmt: skip
     assert judged(report("a"), None, None)[1] == ["a"], "one that nobody reaches is the bad one"
+
+
+def test_a_folder_that_one_node_does_not_see_is_that_nodes_fault() -> None:
+    reason, bad = judged(report("a"), report("b"), report("c", unseen="/runs/logs"))
+    assert bad == ["c"] and "node c is bad: it does not see /runs/logs, which the job has made" in reason
+
+
+def test_nodes_that_are_not_started_as_one_run_are_not_bad() -> None:
+    def mistake(*reports: dict[str, Any]) -> str:
+        verdict = judge_nodes(dict(enumerate(reports)), len(reports), "a:20001")
+        assert not verdict["bad"]
+        return str(verdict["mistake"])
+
+    text = mistake(report("a"), report("b", ranks=4), report("c"))
+    assert text.startswith("node 1 (b) starts 4 ranks and node 2 (c) 8, but all nodes of a run have the same number")
+    text = mistake(report("a"), report("b", unseen="/tmp/logs"), report("c", unseen="/tmp/logs"))
+    assert text.startswith("output_dir: none of the other 2 nodes sees /tmp/logs, which the first one has made")
 
 
 def test_verdict_over_the_all_reduce() -> None:
@@ -188,6 +208,34 @@ def test_who_does_not_come_is_missing() -> None:
     assert "does not reach localhost:" in str(meet(2, (1,), timeout_s=0.5)[1])
 
 
+def test_two_nodes_of_one_number_are_refused() -> None:
+    port = free_port()
+    place = Place(1, 3, 1, "localhost", port)
+    threads = [threading.Thread(target=lambda: Meeting(place, timeout_s=20)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    with pytest.raises(UserError, match="NODE_RANK: 1 given on two nodes"):
+        Meeting(Place(0, 3, 1, "localhost", port), timeout_s=20)
+    for thread in threads:
+        thread.join(30)
+
+
+def test_who_waits_for_whom_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(health, "_SILENT_S", 0.2)
+    meet(3, (0, 2), timeout_s=1.5)
+    meet(2, (1,), timeout_s=0.6)
+    said = capsys.readouterr().err
+    assert " for node 1 of 3, 1 s more\n" in said
+    assert said.count(" does not reach localhost:") == 1 and " yet (" in said
+
+
+def test_a_network_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for names in (None, "", "lo", "lo,=eth7", "^docker0"):
+        health.check_interface(names)
+    with pytest.raises(UserError, match=r"MHAR_INTERFACE: 'ib7' given, but \S+ has no such .*; it has (.*, )?lo\b"):
+        health.check_interface("ib7")
+
+
 def test_a_port_that_is_taken_is_the_first_nodes_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURMD_NODENAME", "n7")
     with socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True) as other:
@@ -233,7 +281,7 @@ def test_levels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert level_of({}) == level_of({"MHAR_HEALTH_CHECK": ""}) == "full"
     with pytest.raises(UserError, match=r"MHAR_HEALTH_CHECK: 'some' given; allowed: full, quick, off"):
         level_of({"MHAR_HEALTH_CHECK": "some"})
-    monkeypatch.setattr(health, "node_problems", lambda ranks, logs: ["broken"])
+    monkeypatch.setattr(health, "node_problems", lambda ranks: ["broken"])
     place = Place(0, 1, 2, "localhost", 1)
     assert check_nodes(place, logs=None, level="off") == place
     with pytest.raises(Unhealthy, match="broken"):

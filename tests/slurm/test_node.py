@@ -14,7 +14,7 @@ import pytest
 
 from megatron_mhar.config.load import dump_config
 from megatron_mhar.errors import UserError
-from megatron_mhar.launch import node
+from megatron_mhar.launch import node, place
 from megatron_mhar.launch.node import Node
 from megatron_mhar.launch.place import Place, find_place, first_host, port_of_job
 from tests.conftest import tiny_run
@@ -56,6 +56,7 @@ def test_place_by_hand_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (STEP | {"SLURM_STEP_NUM_TASKS": "8"}, r"srun: 8 tasks on 2 nodes given.*--ntasks-per-node=1"),
         (STEP | {"MHAR_RANKS_PER_NODE": "all"}, r"MHAR_RANKS_PER_NODE: 'all' given.*whole number of 1 or more"),
+        (STEP | {"MHAR_RANKS_PER_NODE": "5"}, r"MHAR_RANKS_PER_NODE: 5 given, but the job has 4 GPUs a node, one a"),
         ({"NNODES": "2"}, r"NODE_RANK: missing"),
         ({"NNODES": "2", "NODE_RANK": "2"}, r"NODE_RANK: 2 given, but with NNODES 2 it must be below"),
         ({"NNODES": "2", "NODE_RANK": "0"}, r"MASTER_ADDR: missing; .*host of node 0"),
@@ -128,6 +129,27 @@ def test_a_killed_rank_is_named_and_the_others_are_ended(tmp_path: Path) -> None
     assert time.monotonic() - begun < 30
     assert code == 128 + 9
     assert re.match(r"137 rank 1 on \S+ \(pid \d+\) was killed by SIGKILL$", reason(logs))
+
+
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    """They are told to save: else they would go on, and hold the run's folder and port."""
+    launcher = (
+        "import sys; from pathlib import Path; from megatron_mhar.launch.node import Node, Place\n"
+        "node = Node(Place(0, 1, 2, 'localhost', 1), [], Path(sys.argv[1]), patience_s=5)\n"
+        "node._command = [sys.executable, '-c', sys.argv[2]]\nnode.run()"
+    )
+    rank = (
+        "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(print('told', flush=True)))\n"
+        "print('ready', flush=True)\ntime.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", launcher, str(tmp_path), rank], cwd=ROOT)
+    log, until = tmp_path / "rank-00001.log", time.monotonic() + 60
+    for said in ("ready\n", "ready\ntold\n"):
+        while not log.exists() or log.read_text() != said:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        process.kill()
+        process.wait()
 
 
 def test_a_notice_before_training_ends_a_rank(tmp_path: Path) -> None:
@@ -209,3 +231,27 @@ def test_launch_node_trains_on_two_ranks(tmp_path: Path, corpus: Path) -> None:
     )  # fmt: skip
     assert again.returncode == 0, again.stderr
     assert (tmp_path / "runs/run/summary.json").is_file()
+
+
+def test_nodes_by_hand_with_other_configs_are_refused(tmp_path: Path, corpus: Path) -> None:
+    """In two terminals, with a typing error in one of them: else each rank would step its weights in its own way."""
+    config = tmp_path / "tiny.yaml"
+    config.write_text(dump_config(tiny_run(corpus, tmp_path / "runs", parallel={"heartbeat_s": 3})))
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
+    environment |= {
+        "NNODES": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(place._free_port()), "MHAR_HEALTH_CHECK": "quick",
+        "MHAR_RANKS_PER_NODE": "1", "OMP_NUM_THREADS": "1", "PATH": f"{ROOT}/.venv/bin:{os.environ['PATH']}",
+    }  # fmt: skip
+    terminals = [
+        subprocess.Popen(
+            [str(ROOT / "launch/node"), str(config), f"optimizer.lr={rate}"],
+            env=environment | {"NODE_RANK": number}, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number, rate in (("0", 0.001), ("1", 0.01))
+    ]  # fmt: skip
+    for terminal in terminals:
+        _, said = terminal.communicate(timeout=200)
+        assert terminal.returncode == 2
+        assert "optimizer.lr: 0.01 given on rank 1, but 0.001 on rank 0; all ranks of a run" in said
+    assert not (tmp_path / "runs/run/metrics.jsonl").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
@@ -73,6 +74,21 @@ def test_an_end_is_told_and_what_was_not_saved_is_to_be_done_again(run_dir: Path
     assert state.remaining() == timedelta(seconds=140)
 
 
+def test_a_failure_by_hand_is_told(run_dir: Path) -> None:
+    """launch/node leaves it in the logs; there is no job that would write attempts.tsv."""
+    logs = run_dir / "logs/20260102-110000"
+    logs.mkdir(parents=True)
+    when = NOW + timedelta(minutes=1)
+    for node, text in enumerate(("1 lost its neighbour", "2 bad input", "torn")):
+        (logs / f"node-{node:04d}.end").write_text(f"{when.timestamp():.3f} {text}\n")
+    state = read_state(run_dir, now=NOW)
+    assert state.state == "ended" and state.failure == (when, "bad input")
+    assert "bad input" in CliRunner().invoke(status, [str(run_dir)], catch_exceptions=False).output
+    os.utime(logs, (1, 1))
+    (run_dir / "logs/20260102-120000").mkdir()
+    assert read_state(run_dir, now=NOW).state == "running", "started again since"
+
+
 def test_silence_is_not_taken_for_running(run_dir: Path) -> None:
     assert read_state(run_dir, now=NOW).state == "running"
     assert read_state(run_dir, now=NOW + timedelta(minutes=10)).state == "silent"
@@ -99,9 +115,32 @@ def test_pauses_and_repeated_steps_do_not_count() -> None:
     assert step_seconds(steady[:1]) is None
 
 
+def test_the_end_of_another_job_is_not_the_runs(run_dir: Path) -> None:
+    """One that was submitted twice is refused, and the first goes on."""
+    start, end = (("2026-01-02T11:00:01Z", event, "13", "0", "0", "text") for event in ("start", "end"))
+    for lines, state in (
+        ((START, start, end), "running"), ((START, start, END), "running"), ((START, start, END, end), "ended"),
+    ):  # fmt: skip
+        write_attempts(run_dir, *lines)
+        assert read_state(run_dir, now=NOW).state == state
+
+
 def test_damaged_lines_are_left_out(run_dir: Path) -> None:
-    write_attempts(run_dir, START, ("2026-01-02T11:00:00Z", "sta"), END[:3], ("soon", *START[1:]), END)
+    damaged = (("2026-01-02T11:00:00Z", "sta"), END[:3], ("soon", *START[1:]), ("2026-01-02T11:00:00", *START[1:]),
+               ("9999-12-31T23:59:59Z", *START[1:]), (*START[:4], "9" * 5000, "x"))  # fmt: skip
+    write_attempts(run_dir, START, *damaged, END)
     assert [attempt.event for attempt in read_attempts(run_dir)] == ["start", "end"]
+
+
+@pytest.mark.parametrize("name", ["attempts.tsv", "metrics.jsonl", "config.yaml"])
+def test_a_file_that_cannot_be_read_is_named(run_dir: Path, name: str) -> None:
+    (run_dir / name).unlink(missing_ok=True)
+    (run_dir / name).mkdir()
+    if name == "metrics.jsonl":
+        assert read_state(run_dir).step == 0
+    else:
+        with pytest.raises(UserError, match=rf"{name}|holds no run"):
+            read_state(run_dir)
 
 
 def test_no_run_is_said(tmp_path: Path) -> None:

@@ -11,8 +11,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from megatron_mhar.cli.submit import submit
+from megatron_mhar.config.load import dump_config
 from megatron_mhar.errors import UserError
 from megatron_mhar.launch.jobfile import JobFile, parse_time
+from tests.conftest import tiny_run
 from tests.launch import ROOT
 
 JOBS = sorted((ROOT / "slurm").glob("*.sbatch"))
@@ -89,6 +91,13 @@ def test_options_come_from_the_command_line_then_the_environment_then_the_file(t
     assert JobFile(path, (), {}, {"SBATCH_TIMELIMIT": "20"}).option("time") == "20"
     with pytest.raises(UserError, match=r"--gpus-per-node: 'all' given.*whole number"):
         _ = JobFile(path, (), {}, {"SBATCH_GPUS_PER_NODE": "all"}).ranks_per_node
+    # Short options, several on a line, an older name of GPUs.
+    path.write_text(
+        "#!/bin/bash\n#SBATCH -N 2 -t2:00 --exclusive -J x --mem 0 # all\n#SBATCH --gres=disk:1,gpu:h100:4\n"
+    )
+    job = JobFile(path, (), {}, {})
+    assert (job.nodes, job.option("time"), job.option("exclusive"), job.ranks_per_node) == (2, "2:00", "", 4)
+    assert job.option("mem") == "0"
     with pytest.raises(UserError, match=r"no\.sbatch: cannot be read as a job file: No such file"):
         JobFile(tmp_path / "no.sbatch", (), {}, {}).option("time")
 
@@ -104,7 +113,8 @@ def cluster(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> It
     tool(folder, "scontrol", f"cat <<'END'\n{PARTITIONS}END")
     refuse = 'echo "sbatch: error: Invalid account" >&2; echo "allocation failure: Bad account" >&2; exit 1'
     tool(folder, "sbatch", f'echo "$@" >>{folder}/submitted; [ -e {folder}/refuse ] || exit 0\n{refuse}')
-    tool(folder, "srun", 'while [ "$1" != sh ]; do shift; done; exec "$@"')
+    knows = '[ "$1" != --help ] || { echo " --container-image=IMAGE"; exit; }'
+    tool(folder, "srun", knows + '\nwhile [ "$1" != sh ]; do shift; done; exec "$@"')
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     venv = tmp_path / "venv"
     (venv / "bin").mkdir(parents=True)
@@ -186,6 +196,7 @@ def test_the_pair_has_one_seed_and_one_order_of_data(cluster: Path) -> None:
         (("--memory", "40", "slurm/midtrain_8b.sbatch", "parallel.tensor=1", "parallel.sequence=false"),
          r"midtrain_8b\.sbatch, task 1: memory: pipeline rank 0 needs [\d.]+ GiB for weights.*a GPU has 40 GiB"),
         ((PRETRAIN, "data.train=[/no/such]"), r"/no/such"),
+        ((PRETRAIN, "--nodes=4"), r"--nodes=4: options of mhar submit stand before FILE: mhar submit --nodes=4 \.\.\."),
         ((PRETRAIN, "trainin.steps=3"), r"pretrain_1b\.sbatch: command line: trainin\.steps=3: .*unknown key"),
         (("no.sbatch",), r"no\.sbatch: cannot be read as a job file"),
     ],
@@ -207,7 +218,10 @@ def test_refused(cluster: Path, arguments: tuple[str, ...], message: str) -> Non
         ("MHAR_HEALTH_CHECK", "yes", "MHAR_HEALTH_CHECK: 'yes' given; allowed: full, quick, off"),
         ("MHAR_RANKS_PER_NODE", "0", "MHAR_RANKS_PER_NODE: '0' given, but it must be a whole number of 1 or more"),
         ("MHAR_OUTPUT_DIR", "/proc/out", "output_dir: /proc/out cannot be written from here"),
+        ("MHAR_RANKS_PER_NODE", "9", "MHAR_RANKS_PER_NODE: 9 given, but the job has 8 GPUs a node, one a rank"),
         ("MHAR_ROOT", "/no/checkout", "/no/checkout/slurm/common.sh: cannot be read"),
+        ("SBATCH_EXPORT", "NONE", "export: NONE given, so that the job would not get MHAR_OUTPUT_DIR, "),
+        ("SBATCH_OUTPUT", "/no/logs/%j", "output: the job's log would lie in /no/logs, which does not exist"),
     ],
 )
 def test_wrong_choices_of_the_site(
@@ -220,7 +234,7 @@ def test_wrong_choices_of_the_site(
 def test_several_reasons_are_told_at_once(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MHAR_RETRIES", "-1")
     text = refused("--time", "3-0", PRETRAIN)
-    assert text.startswith("2 reasons not to submit:\n  MHAR_RETRIES")
+    assert text.startswith("2 reasons not to submit:\n  time: ") and "\n  MHAR_RETRIES" in text
 
 
 def test_a_job_that_waits_for_others(cluster: Path) -> None:
@@ -232,9 +246,48 @@ def test_a_job_that_waits_for_others(cluster: Path) -> None:
     assert submitted.startswith("--dependency=afterok:7:9 --kill-on-invalid-dep=yes slurm/pretrain_1b.sbatch ")
 
 
-def test_an_evaluation_needs_a_run(cluster: Path) -> None:
-    assert "the folder of a run is missing" in refused("slurm/evaluate.sbatch")
-    assert call("slurm/evaluate.sbatch", "runs/1b-mhar", "--batches", "all").exit_code == 0
+@pytest.mark.parametrize("said,message", [
+    ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", "Slurm knows no job 7, and would not"),
+    ("echo JobId=7 JobState=FAILED Reason=NonZeroExitCode", "job 7 has ended as FAILED: what waits for it"),
+    ("echo JobId=7 JobState=RUNNING Reason=None", ""),
+])  # fmt: skip
+def test_jobs_to_wait_for(cluster: Path, said: str, message: str) -> None:
+    tool(cluster, "scontrol", f"if [ \"$3\" = job ]; then {said}; fi\ncat <<'END'\n{PARTITIONS}END")
+    if message:
+        assert message in refused("--after", "7", PRETRAIN)
+    else:
+        assert call("--after", "7", PRETRAIN).exit_code == 0
+
+
+def test_an_evaluation_needs_a_run(cluster: Path, tmp_path: Path, corpus: Path) -> None:
+    evaluate = "slurm/evaluate.sbatch"
+    assert "the folder of a run is missing" in refused(evaluate)
+    assert "out/run: holds no run of mhar train" in refused(evaluate, f"{tmp_path}/out/run")
+    result = call("--after", "7", evaluate, f"{tmp_path}/out/run")
+    assert result.exit_code == 0 and "out/run: the job waits for others, which may make it" in result.output
+    run = tiny_run(corpus, tmp_path / "out", training={"global_batch_size": 16})
+    run.run_dir.mkdir(parents=True)
+    (run.run_dir / "config.yaml").write_text(dump_config(run))
+    assert call(evaluate, str(run.run_dir), "--batches", "all").exit_code == 0
+    assert "training.global_batch_size: 12 given, but on 8 ranks" in refused(
+        evaluate, str(run.run_dir), "training.global_batch_size=12"
+    )
+
+
+def test_a_file_from_another_system_is_named(cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "job.sbatch"
+    path.write_bytes((ROOT / PRETRAIN).read_bytes().replace(b"\n", b"\r\n"))
+    assert "job.sbatch: has the line ends of DOS" in refused(str(path))
+    monkeypatch.setenv("PATH", "")
+    assert "pretrain_1b.sbatch: bash, which runs it, is not on the path here" in refused(PRETRAIN)
+
+
+def test_a_script_of_another_kind_is_not_run(cluster: Path, tmp_path: Path) -> None:
+    """To look at a job file is to run it in dry form, which it must know."""
+    path = tmp_path / "own.sbatch"
+    path.write_text(f"#!/bin/bash\n# not slurm/common.sh\ntouch {tmp_path}/done\nsrun true\n")
+    assert "own.sbatch: has no line that sources slurm/common.sh" in refused(str(path))
+    assert not (tmp_path / "done").exists()
 
 
 def test_a_folder_that_nodes_do_not_see(cluster: Path) -> None:

@@ -106,9 +106,15 @@ def test_count_takes_each_value_once(tmp_path: Path) -> None:
     for step in (10, 20, 30, 40, 20, 30, 40, 50):  # resumed after step 10
         journal.write(step, {"loss": 1.0, "lr": 1.0})
     journal.write(50, {"valid": 1.0})
-    assert count(tmp_path / "metrics.jsonl", {}) == Count(sent=0, pending=11)
-    assert count(tmp_path / "metrics.jsonl", {"loss": 30, "lr": 20}) == Count(sent=5, pending=6)
-    assert count(tmp_path / "metrics.jsonl", {"loss": 50, "lr": 50, "valid": 50}) == Count(sent=11, pending=0)
+    upload = Upload(uri="http://a")
+    assert count(tmp_path / "metrics.jsonl", upload) == Count(sent=0, pending=11)
+    upload.marks = {"loss": 30, "lr": 20}
+    assert count(tmp_path / "metrics.jsonl", upload) == Count(sent=5, pending=6)
+    upload.marks = {"loss": 50, "lr": 50, "valid": 50}
+    assert count(tmp_path / "metrics.jsonl", upload) == Count(sent=11, pending=0)
+    journal.write(35, {"loss": 1.0})
+    upload.late = {"loss": {35}}
+    assert count(tmp_path / "metrics.jsonl", upload) == Count(sent=11, pending=1)
 
 
 def test_sqlite_uris_do_not_depend_on_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

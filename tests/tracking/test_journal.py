@@ -101,10 +101,12 @@ def test_damaged_line_is_skipped_with_a_warning(path: Path, caplog: pytest.LogCa
     journal.write(0, {"a": 0.0})
     with path.open("ab") as file:
         file.write(b'not json\n[1]\n{"step":1}\n\n{"step":1,"time_ms":0,"metrics":{"a":"x"}}\n')
+        for numbers in (b'"step":1e999,"time_ms":0', b'"step":1,"time_ms":1e30', b'"step":-1,"time_ms":0'):
+            file.write(b"{" + numbers + b',"metrics":{"a":1}}\n')
     journal.write(2, {"a": 2.0})
     with caplog.at_level(logging.WARNING):
         assert [entry.step for entry in read_journal(path)] == [0, 2]
-    assert sum(str(path) in message for message in caplog.messages) == 4
+    assert sum(str(path) in message for message in caplog.messages) == 7
 
 
 def test_full_disk_costs_only_the_lines_that_did_not_fit(path: Path) -> None:

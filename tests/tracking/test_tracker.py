@@ -87,18 +87,22 @@ class TestLocalStore:
         with caplog.at_level(logging.INFO), start(run_dir) as tracker:
             tracker.log(0, {"nan": math.nan, "valid/loss": 3.0})
             log(tracker, range(0, 400))
+            for step in range(0, 400, 100):
+                tracker.log(step, {"seldom": 1.0})
         (key,) = {Job.read(Files.of(run_dir).job).run_key}
         (run,) = local_store.runs(key)
         assert run.info.status == "FINISHED" and run.info.run_name == "run"
         assert run.data.params == {"model.hidden_size": "8", "lr": "0.1"}
         assert_same(local_store, run.info.run_id, run_dir)
         assert [record.levelname for record in caplog.records] == ["INFO"]
-        assert f"2002 metric values sent to sqlite:///{store_dir}/mlflow.db" in caplog.messages[0]
+        assert f"2006 metric values sent to sqlite:///{store_dir}/mlflow.db" in caplog.messages[0]
         before = {name: local_store.points(run.info.run_id, name) for name in run.data.metrics}
 
         tracker = start(run_dir, params={"model": {"hidden_size": 8}, "lr": 0.2, "new": None})
         eventually(lambda: local_store.runs(key)[0].info.status == "RUNNING", what="status RUNNING again")
         log(tracker, range(350, 500))
+        for step in range(250, 500, 50):  # with a smaller interval than before
+            tracker.log(step, {"seldom": 1.0})
         with pytest.raises(KeyboardInterrupt), tracker:
             raise KeyboardInterrupt
         (run,) = local_store.runs(key)
@@ -167,6 +171,18 @@ class TestLocalStore:
         (run,) = local_store.runs(Job.read(Files.of(run_dir).job).run_key)
         assert run.info.status == "FINISHED"
         assert_same(local_store, run.info.run_id, run_dir)
+
+
+def test_a_run_that_is_told_to_stop_does_not_wait_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm kills it 30 s after SIGTERM, which is the usual longest wait for a server."""
+    monkeypatch.setattr(tracker_module, "STOPPED_DRAIN_S", 0.5)
+    tracker = start(tmp_path / "run", drain_timeout_s=60)
+    assert tracker._process is not None
+    tracker._process.send_signal(signal.SIGSTOP)
+    log(tracker, range(10))
+    began = time.monotonic()
+    tracker.close("KILLED")
+    assert time.monotonic() - began < 0.5 + 5
 
 
 def test_sender_that_does_not_react_holds_nobody_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -65,6 +65,11 @@ class FakeRemote:
             marks[point.name] = max(point.step, marks.get(point.name, -1))
         return marks
 
+    def steps(self, name: str) -> set[int]:
+        if self.server.request("steps"):
+            raise TimeoutError("no answer")
+        return {point.step for point in self.server.points if point.name == name}
+
     def send(self, points: Sequence[Point]) -> None:
         lost = self.server.request("send")
         self.server.points += points
@@ -181,6 +186,36 @@ def test_emptied_store_is_filled_again(tmp_path: Path) -> None:
     server = FakeServer()
     assert send(tmp_path, server) == DONE
     assert server.history() == load_metrics(Files.of(tmp_path).journal)
+
+
+@pytest.mark.parametrize("failures", [0.0, 0.6])
+def test_late_values_are_sent_once(tmp_path: Path, failures: float) -> None:
+    """Resumed at step 20 with smaller intervals: new steps below the highest that the server has."""
+    server = FakeServer(failures)
+    for steps in (range(10, 50, 10), range(22, 45, 2), range(25, 60, 5)):
+        write(tmp_path, steps)
+        assert send(tmp_path, server) == DONE
+        found = {name: sorted(points) for name, points in server.history().items()}
+        assert found == load_metrics(Files.of(tmp_path).journal)
+    sent = len(server.points)
+    assert send(tmp_path, server) == DONE and len(server.points) == sent
+    assert Upload.read(Files.of(tmp_path).upload, "uri").late == {"loss": set(), "lr": set()}
+
+
+def test_the_usual_resume_asks_for_no_history(tmp_path: Path) -> None:
+    server = FakeServer()
+    for steps in (range(1, 40), range(20, 60)):
+        write(tmp_path, steps)
+        assert send(tmp_path, server) == DONE
+    assert "steps" not in server.order
+
+
+def test_the_end_of_a_run_that_is_told_to_stop_comes_first(tmp_path: Path) -> None:
+    """It may be killed before all is sent."""
+    write(tmp_path, range(1, 10))
+    server = FakeServer()
+    assert send(tmp_path, server, "KILLED") == DONE
+    assert server.order == ["open", "end", "send"]
 
 
 def test_missing_package_ends_the_process_with_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,6 +121,8 @@ def test_an_unfinished_run_without_an_average(tmp_path, corpus):
         (["data.valid=[gone]"], r"gone\.idx: no such file"),
         (["model.num_layers=2"], r"the checkpoint cannot be loaded \(model\.num_layers: 4 there, 2 here\)"),
         (["evaluation.batch=2"], r"unknown key; did you mean evaluation\.batches\?"),
+        (["name=other"], r"command line: name=other: name is that of the run in RUN_DIR, .*; give another RUN_DIR"),
+        (["output_dir=elsewhere"], r"output_dir is that of the run in RUN_DIR"),
         (["parallel.pipeline=2"], r"parallel\.pipeline: 2 given, but it must divide the number of ranks, 1"),
     ],
 )
