@@ -178,6 +178,7 @@ def build_models(config: RunConfig) -> list[HybridModel]:
         layers=resolve_layers(model.layers),
         qk_layernorm=model.qk_layernorm,
         num_experts=model.num_experts,
+        site_norms=config.training.precision != "fp8",
     )
     rank = parallel_state.get_pipeline_model_parallel_rank()
     chunks = []

@@ -27,6 +27,21 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., hidden_size]` -> the same, in the input's dtype."""
+        return self.normalize(x)
+
+    def normalize(self, x: Tensor) -> Tensor:
+        """What :meth:`forward` gives."""
         if self._apex is not None:
             return self._apex(x, self.weight, self.weight.shape, self.eps)
         return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class SiteNorm(RMSNorm):
+    """A sublayer's norm where the site before it computes it, as the end of its read: the sublayer's input is normed.
+
+    It holds the weight, under the name and in the place that a norm has in a layer, and passes its input on.
+    """
+
+    def forward(self, x: Tensor | None = None) -> Tensor | None:  # type: ignore[override]
+        """``x`` itself. Without it nothing, but hooks that wait for the weight have run."""
+        return x

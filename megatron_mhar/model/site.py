@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from megatron_mhar.depth.history import DepthHistory
 from megatron_mhar.depth.residual import DELTA, ROUTED, ResidualConfig
+from megatron_mhar.model.norm import SiteNorm
 from megatron_mhar.routing import route, through_gate
 
 
@@ -56,8 +57,8 @@ class RoutingSite(Site):
         self.gate = self._parameter(torch.full((1,), residual.initial_gate)) if residual.method in DELTA else None
         self.null_source = self._parameter(torch.zeros(width)) if residual.has_null_source else None
 
-    def forward(self, history: DepthHistory | None = None) -> Tensor | None:  # type: ignore[override]
-        """Routed sources `[s, b, d]`; for delta, stream + gate * routed sources.
+    def forward(self, history: DepthHistory | None = None, norm: SiteNorm | None = None) -> Tensor | None:  # type: ignore[override]
+        """Routed sources `[s, b, d]`, through ``norm`` if there is one; for delta, stream + gate * routed sources.
 
         Without a history it does nothing but be called: hooks that wait for its parameters have then run.
         """
@@ -70,7 +71,7 @@ class RoutingSite(Site):
             history.observer(site, sources, self.query, self.norm_weight)
         shared = self.null_source is not None
         if history.fused is not None and len(sources) > shared:  # the released form's first site reads null alone
-            return history.fused.read(site, None if self.gate is None else history.stream)
+            return history.fused.read(site, None if self.gate is None else history.stream, norm)
         routed = route(
             sources,
             self.query,
@@ -79,7 +80,8 @@ class RoutingSite(Site):
             eps=self.residual.eps,
             backend=self.residual.backend,
         )
-        return through_gate(routed, self.gate, history.stream)
+        out = through_gate(routed, self.gate, history.stream)
+        return out if norm is None else norm.normalize(out)
 
 
 class HyperConnectionSite(Site):

@@ -28,8 +28,8 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from megatron_mhar.depth.residual import ResidualConfig
-from megatron_mhar.model.norm import RMSNorm
+from megatron_mhar.depth.residual import DELTA, ROUTED, ResidualConfig
+from megatron_mhar.model.norm import RMSNorm, SiteNorm
 from megatron_mhar.model.stack import RoutedStack, sublayer_output
 
 Layers = Literal["local", "transformer_engine"]
@@ -46,6 +46,7 @@ def routed_stack_spec(
     qk_layernorm: bool = False,
     num_experts: int | None = None,
     final_norm: Callable[..., torch.nn.Module] | None = None,
+    site_norms: bool = True,
 ) -> ModuleSpec:
     """Spec of a decoder whose sublayers are joined by ``residual``, for ``HybridModel(hybrid_stack_spec=...)``.
 
@@ -57,15 +58,19 @@ def routed_stack_spec(
         qk_layernorm: norms on query and key heads ("local" and "transformer_engine").
         num_experts: experts of MoE sublayers in "local" layers; without it the pattern can hold none.
         final_norm: norm before the output layer; by default Transformer Engine's for its layers, else our RMSNorm.
+        site_norms: whether sites compute the norms of attention, MLP and MoE sublayers as the end of their reads
+            ("local" and "transformer_engine", methods without a stream: a grafted model keeps its own norms to the
+            bit). Leave it off for FP8: Transformer Engine's product quantises in the same pass as it norms.
 
     Raises:
         ImportError: Transformer Engine layers are asked for and the library is not installed.
     """
     norm: Callable[..., Any] = RMSNorm
+    site_norms = site_norms and residual.method in ROUTED and residual.method not in DELTA
     if layers == "local":
-        submodules = _local_submodules(qk_layernorm, num_experts)
+        submodules = _local_submodules(qk_layernorm, num_experts, SiteNorm if site_norms else RMSNorm)
     elif layers == "transformer_engine":
-        submodules, norm = _transformer_engine_submodules(qk_layernorm)
+        submodules, norm = _transformer_engine_submodules(qk_layernorm, site_norms)
     else:
         submodules = layers
     return ModuleSpec(
@@ -92,7 +97,9 @@ def _without_residual_add(submodules: HybridStackSubmodules) -> HybridStackSubmo
     return replace(submodules, **changed)
 
 
-def _local_submodules(qk_layernorm: bool, num_experts: int | None) -> HybridStackSubmodules:
+def _local_submodules(
+    qk_layernorm: bool, num_experts: int | None, norm: type[RMSNorm] = RMSNorm
+) -> HybridStackSubmodules:
     head_norm = RMSNorm if qk_layernorm else None
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
@@ -107,7 +114,7 @@ def _local_submodules(qk_layernorm: bool, num_experts: int | None) -> HybridStac
         optional["moe_layer"] = ModuleSpec(
             module=TransformerLayer,
             submodules=TransformerLayerSubmodules(
-                pre_mlp_layernorm=RMSNorm,
+                pre_mlp_layernorm=norm,
                 mlp=get_moe_module_spec(use_te=False, num_experts=num_experts, moe_grouped_gemm=False),
                 mlp_bda=get_bias_dropout_add,
             ),
@@ -116,7 +123,7 @@ def _local_submodules(qk_layernorm: bool, num_experts: int | None) -> HybridStac
         attention_layer=ModuleSpec(
             module=TransformerLayer,
             submodules=TransformerLayerSubmodules(
-                input_layernorm=RMSNorm,
+                input_layernorm=norm,
                 self_attention=ModuleSpec(
                     module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
                 ),
@@ -127,7 +134,7 @@ def _local_submodules(qk_layernorm: bool, num_experts: int | None) -> HybridStac
         mlp_layer=ModuleSpec(
             module=MLPLayer,
             submodules=TransformerLayerSubmodules(
-                pre_mlp_layernorm=RMSNorm,
+                pre_mlp_layernorm=norm,
                 mlp=partial(MLP.as_mlp_submodule, submodules=mlp),
                 mlp_bda=get_bias_dropout_add,
                 sharded_state_dict_keys_map=dict(MLP_NORM_KEYS),
@@ -137,8 +144,10 @@ def _local_submodules(qk_layernorm: bool, num_experts: int | None) -> HybridStac
     )
 
 
-def _transformer_engine_submodules(qk_layernorm: bool) -> tuple[HybridStackSubmodules, Callable[..., Any]]:
-    from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
+def _transformer_engine_submodules(
+    qk_layernorm: bool, site_norms: bool
+) -> tuple[HybridStackSubmodules, Callable[..., Any]]:
+    from megatron.core.extensions.transformer_engine import HAVE_TE, TEColumnParallelLinear, TENorm, TERowParallelLinear
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 
     if not HAVE_TE:
@@ -154,4 +163,25 @@ def _transformer_engine_submodules(qk_layernorm: bool) -> tuple[HybridStackSubmo
         attention = replace(attention, submodules=normed)
         layer = replace(layer, submodules=replace(layer.submodules, self_attention=attention))
         submodules = replace(submodules, attention_layer=layer)
+    if site_norms:
+        layer = submodules.attention_layer.submodules
+        attention = layer.self_attention
+        plain = replace(attention, submodules=replace(attention.submodules, linear_qkv=TEColumnParallelLinear))
+        layer = replace(
+            layer, input_layernorm=SiteNorm, self_attention=plain, sharded_state_dict_keys_map=dict(ATTENTION_NORM_KEYS)
+        )
+        mlp = MLPSubmodules(linear_fc1=TEColumnParallelLinear, linear_fc2=TERowParallelLinear)
+        mlp_layer = replace(
+            submodules.mlp_layer.submodules,
+            pre_mlp_layernorm=SiteNorm,
+            mlp=partial(MLP.as_mlp_submodule, submodules=mlp),
+            sharded_state_dict_keys_map=dict(MLP_NORM_KEYS),
+        )
+        moe_layer = replace(submodules.moe_layer.submodules, pre_mlp_layernorm=SiteNorm)
+        submodules = replace(
+            submodules,
+            attention_layer=replace(submodules.attention_layer, submodules=layer),
+            mlp_layer=replace(submodules.mlp_layer, submodules=mlp_layer),
+            moe_layer=replace(submodules.moe_layer, submodules=moe_layer),
+        )
     return submodules, TENorm

@@ -23,6 +23,7 @@ from megatron_mhar.depth.history import DepthHistory, SiteObserver
 from megatron_mhar.depth.residual import ResidualConfig
 from megatron_mhar.depth.sites import EMBEDDING, DepthTable
 from megatron_mhar.model.fp8 import without_fp8
+from megatron_mhar.model.norm import SiteNorm
 from megatron_mhar.model.site import RoutingSite, build_site
 from megatron_mhar.pipeline.plan import recomputed_runs
 from megatron_mhar.pipeline.stage import Stage, State
@@ -91,6 +92,9 @@ class RoutedStack(HybridStack):
         self.observer: SiteObserver | None = None  # set by probes for the length of a forward
         for layer in self.layers:
             layer.site = build_site(config, residual, layer.layer_number)
+        self._norms = [
+            _site_norm(layer, residual.method, config) for layer in self.layers
+        ]  # a plain list: they are the layers' own
         if self.post_process and self.table.has_final_site:
             self.final_site = RoutingSite(config, residual)
         if self.post_process and post_layer_norm:
@@ -119,6 +123,11 @@ class RoutedStack(HybridStack):
             yield from self.final_site.named_modules(memo, f"{start}final_site")
         for name, module in self.named_children():
             yield from module.named_modules(memo, f"{start}{name}")
+
+    @property
+    def computes_norms(self) -> bool:
+        """Whether sites compute norms of sublayers, see SiteNorm."""
+        return any(norm is not None for norm in self._norms)
 
     def set_input_tensor(self, input_tensor: Tensor | None) -> None:
         """Take what the stage before sent, `[k, s, b, d]`, for the next forward; None on the first stage."""
@@ -236,9 +245,11 @@ class RoutedStack(HybridStack):
             known = dict(zip(used, tensors, strict=False))
             history = DepthHistory.after(self.table, first - 1, known, self.observer, here)
             for number in range(first, stop):
-                layer = self.layers[number - self.first_sublayer]
+                layer, norm = self.layers[number - self.first_sublayer], self._norms[number - self.first_sublayer]
+                if norm is not None:
+                    norm()
                 with quantization(number):
-                    output = run_layer(layer, layer.site(history))
+                    output = run_layer(layer, layer.site(history) if norm is None else layer.site(history, norm))
                 layer.site.write(history, output)
             return (*history.state(made).values(), *(() if here is None else (here.ticket,)))
 
@@ -274,6 +285,21 @@ class RoutedStack(HybridStack):
         if config.fp4:
             return nullcontext(), lambda layer: get_fp4_context(config, layer)
         return nullcontext(), lambda _: nullcontext()
+
+
+def _site_norm(layer: Any, method: str, config: TransformerConfig) -> SiteNorm | None:
+    """The norm of a layer's sublayer, if its site computes it."""
+    parts = (getattr(layer, name, None) for name in ("input_layernorm", "pre_mlp_layernorm"))
+    norm = next((part for part in parts if isinstance(part, SiteNorm)), None)
+    if norm is None:
+        return None
+    if not isinstance(layer.site, RoutingSite) or layer.site.gate is not None:
+        raise ValueError(f"a layer has a SiteNorm, but sites of the method {method} compute no norms: take RMSNorm")
+    if config.recompute_granularity == "selective" and "layernorm" in (config.recompute_modules or ()):
+        raise ValueError(
+            "recompute_modules has layernorm, but norms are computed by sites: take RMSNorm, or leave it out"
+        )
+    return norm
 
 
 def _refuse_unsupported(config: TransformerConfig, stack_arguments: dict[str, Any]) -> None:

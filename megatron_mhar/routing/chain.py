@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import triton
@@ -29,6 +29,7 @@ from megatron_mhar.routing.schedule import GROUP, HALF, schedule
 LOG2_E = 1.4426950408889634
 _PARTS = 32  # of the tokens, in sums over them: enough programs to fill a GPU, few enough that partial sums cost little
 _LOGITS_SHARE = 8  # logits that are kept need at most this part of a site's output
+_NORM_PARTS = 1024  # of the tokens, in the gradient of a norm's weight
 _NULL_TOKENS = 32  # a program of the null sources' kernel, which goes through them one by one
 
 
@@ -39,6 +40,16 @@ class SiteParameters(NamedTuple):
     norm_weight: Tensor
     null_source: Tensor | None = None
     gate: Tensor | None = None
+
+
+class Norm(Protocol):
+    """An RMS norm."""
+
+    eps: float
+
+    @property
+    def weight(self) -> Tensor:
+        """`[d]`."""
 
 
 class Reader:
@@ -72,14 +83,16 @@ class Reader:
         added, self.ticket = _Add.apply(self._chain, local, source, self.ticket)
         return added
 
-    def read(self, site: int, stream: Tensor | None = None) -> Tensor:
+    def read(self, site: int, stream: Tensor | None = None, norm: Norm | None = None) -> Tensor:
         """Routed sources of ``site``, of their shape; the sources that the plan names have been added.
 
         Args:
             stream: given where the site has a gate: what comes back is then stream + gate * routed sources.
+            norm: what comes back has gone through it. Not for sites with a gate.
         """
         out: Tensor
-        out, self.ticket = _Read.apply(self._chain, site, self.ticket, stream)
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        out, self.ticket = _Read.apply(self._chain, site, self.ticket, stream, weight, eps)
         return out
 
     def settle(self) -> None:
@@ -141,27 +154,29 @@ class Chain:
             source, b.sources, b.inverse_rms, b.tokens, row, self.plan.eps, **how.tile, num_warps=how.num_warps
         )
 
-    def read(self, site: int, stream: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Routed sources, and what goes on to the sublayer: the same without a gate."""
+    def read(self, site: int, stream: Tensor | None, norm: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+        """Routed sources, and what goes on to the sublayer: the same without a gate and a norm."""
         b, how = self._ready(), self._how
         query, norm_weight, null, gate = self._sites[site]
         assert (stream is None) == (gate is None), f"site {site}: a gate goes with a stream"
+        assert gate is None or norm is None, f"site {site}: what comes through a gate is not normed"
         (prefix, start, total), last = self.plan.reads[site], self.row[self.plan.rows[site][-1]]
         start = self.row.get(start, start)
         out = b.sources.new_empty(b.shape)
-        gated = out if stream is None else torch.empty_like(out)
+        given = out if stream is None and norm is None else torch.empty_like(out)
         newest = self._waiting.pop(last, None)
         older = site // how.span * how.span if self._grouped else 0  # rows that are read together with other sites
         mixed, lse = self._read_group(site) if older else (None, None)
         kernels.read[(b.tokens,)](
             b.sources, b.inverse_rms, newest, query, norm_weight, null, gate,
-            None if stream is None else stream.contiguous(), mixed, lse, out, gated, b.scaled_queries, b.lse,
+            None if stream is None else stream.contiguous(), norm, mixed, lse, out, given, b.scaled_queries, b.lse,
             b.logits, b.tokens, site - b.base, len(self.row), 0 if older else prefix,
-            older if older else start - prefix, total - older - 1, self.plan.eps,
-            HAS_NEWEST=newest is not None, HAS_NULL=null is not None, HAS_GATE=gate is not None, HAS_OLDER=older > 0,
-            KEEP=b.logits is not None, SPAN=b.span, **how.tile, **how.read,
+            older if older else start - prefix, total - older - 1, self.plan.eps, eps,
+            HAS_NEWEST=newest is not None, HAS_NULL=null is not None, HAS_GATE=gate is not None,
+            HAS_NORM=norm is not None, HAS_OLDER=older > 0, KEEP=b.logits is not None, SPAN=b.span, **how.tile,
+            **how.read,
         )  # fmt: skip
-        return out, gated
+        return out, given
 
     def _read_group(self, site: int) -> tuple[Tensor, Tensor]:
         """What the sites of a block read of older rows; made for all of them, or half, when the first one asks."""
@@ -193,6 +208,19 @@ class Chain:
         self._ready()
         self._noted[site] = out, grad_out.contiguous()
         self._read_back.add(site)
+
+    def take_back(self, site: int, out: Tensor, grad: Tensor, norm: Tensor, eps: float) -> Tensor:
+        """Take in what came back to a norm behind a site; the gradient of its weight."""
+        b, how = self._ready(), self._how
+        self._read_back.add(site)
+        tokens = max(4, triton.cdiv(b.tokens, _NORM_PARTS))  # fewer, and the parts would be as large as the gradient
+        parts = triton.cdiv(b.tokens, tokens)
+        partial = torch.empty((parts, b.width), dtype=torch.float32, device=grad.device)
+        kernels.couple_normed[(parts,)](
+            out, grad.contiguous(), norm, b.grad_outs, b.coupling, partial, b.tokens, site - b.base, tokens, eps,
+            **how.tile, num_warps=how.num_warps,
+        )  # fmt: skip
+        return partial.sum(0).to(norm.dtype)
 
     def _couple(self, site: int) -> None:
         """Take in the output gradient of a site."""
@@ -504,19 +532,28 @@ class _Add(torch.autograd.Function):
 
 class _Read(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, chain: Chain, site: int, ticket: Tensor, stream: Tensor | None) -> tuple[Tensor, Tensor]:
-        ctx.chain, ctx.site = chain, site
+    def forward(
+        ctx: Any, chain: Chain, site: int, ticket: Tensor, stream: Tensor | None, norm: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        ctx.chain, ctx.site, ctx.eps = chain, site, eps
         ctx.set_materialize_grads(False)
-        routed, out = chain.read(site, None if stream is None else stream.detach())
-        ctx.save_for_backward(routed)
+        stream, weight = (None if x is None else x.detach() for x in (stream, norm))
+        routed, out = chain.read(site, stream, weight, eps)
+        ctx.save_for_backward(routed, *(() if norm is None else (norm,)))
         return out, ticket.new_empty(0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor | None, _: Tensor | None) -> tuple[None, None, None, Tensor | None]:
-        (routed,) = ctx.saved_tensors
-        ctx.chain.note(ctx.site, routed, torch.zeros_like(routed) if grad_out is None else grad_out)
-        return None, None, None, grad_out if ctx.needs_input_grad[3] else None
+    def backward(ctx: Any, grad_out: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        routed, *norm = ctx.saved_tensors
+        grad = torch.zeros_like(routed) if grad_out is None else grad_out
+        grad_norm = None
+        if norm:
+            grad_norm = ctx.chain.take_back(ctx.site, routed, grad, norm[0], ctx.eps)
+        else:
+            ctx.chain.note(ctx.site, routed, grad)
+        wanted = ctx.needs_input_grad
+        return None, None, None, grad_out if wanted[3] else None, grad_norm if wanted[4] else None, None
 
 
 def route_fused(

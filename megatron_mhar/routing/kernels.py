@@ -9,7 +9,7 @@ multiplied by log2(e).
 Per site t and source i, with r_i = 1/rms(s_i) and qg_t = query_t * norm_weight_t:
 
     read     logit = r_i < qg_t, s_i >,  out_t = sum_i softmax_i(logit) s_i,  lse_t = log2 sum 2^logit   (online)
-    couple   coupling_t = < dout_t, out_t > a head, which is sum_i a_i < dout_t, s_i >
+    couple   coupling_t = < dout_t, out_t > a head, which is sum_i a_i < dout_t, s_i >; from behind gate or norm
     pull     ds_i = sum_t (a dout_t + dl r_i qg_t) - s_i r_i^2 / d sum dl logit,  dl = a (< dout_t, s_i > - coupling_t)
     query    u_t = sum_{i, tokens} dl r_i s_i, so that dquery = u norm_weight and dnorm_weight = u query
     null     sum over tokens of a dout and of dl, for a source `[d]` that all tokens share
@@ -127,19 +127,19 @@ def _program(turn):
 
 @triton.jit(do_not_specialize=NUMBERS)
 def read(
-    sources, inverse_rms, newest, query, norm_weight, null, gate, stream, older, older_lse, out, gated, scaled_query,
-    lse, logits, tokens, site, num_rows, prefix, skip, count, eps,
-    HAS_NEWEST: tl.constexpr, HAS_NULL: tl.constexpr, HAS_GATE: tl.constexpr, HAS_OLDER: tl.constexpr,
-    KEEP: tl.constexpr, SPAN: tl.constexpr, H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr, K1: tl.constexpr,
-    K2: tl.constexpr, STAGES: tl.constexpr,
+    sources, inverse_rms, newest, query, norm_weight, null, gate, stream, norm, older, older_lse, out, given,
+    scaled_query, lse, logits, tokens, site, num_rows, prefix, skip, count, eps, norm_eps,
+    HAS_NEWEST: tl.constexpr, HAS_NULL: tl.constexpr, HAS_GATE: tl.constexpr, HAS_NORM: tl.constexpr,
+    HAS_OLDER: tl.constexpr, KEEP: tl.constexpr, SPAN: tl.constexpr, H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr,
+    K1: tl.constexpr, K2: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One site's read of ``count + 1`` rows by online softmax, the last one first.
 
     They are the rows 0 to ``prefix - 1``, and others ``skip`` further on. With ``HAS_NEWEST`` the last one is not there
     yet: it is taken in on the way, as :func:`add` does.
     With ``HAS_OLDER`` what :func:`read_group` has made of older rows is one source more. With ``KEEP`` the logits go
-    to ``logits`` `[pairs, T, H]`, for :func:`pull`. With ``HAS_GATE`` ``gated`` gets stream + gate * out, rounded
-    once: a gate of zero leaves the stream's bits.
+    to ``logits`` `[pairs, T, H]`, for :func:`pull`. With ``HAS_GATE`` ``given`` gets stream + gate * out, rounded
+    once: a gate of zero leaves the stream's bits. With ``HAS_NORM`` it gets the RMS norm of what is in ``out``.
     """
     token = _program(site)
     D: tl.constexpr = H * K
@@ -195,8 +195,15 @@ def read(
     if HAS_GATE:
         strength = tl.load(gate).to(tl.float32)
         x1, x2 = _load(stream + base, at1, there1, at2, there2)
-        tl.store(gated + base + at1, (x1 + strength * mixed1).to(out.dtype.element_ty), mask=there1)
-        tl.store(gated + base + at2, (x2 + strength * mixed2).to(out.dtype.element_ty), mask=there2)
+        tl.store(given + base + at1, (x1 + strength * mixed1).to(out.dtype.element_ty), mask=there1)
+        tl.store(given + base + at2, (x2 + strength * mixed2).to(out.dtype.element_ty), mask=there2)
+    if HAS_NORM:
+        x1 = mixed1.to(out.dtype.element_ty).to(tl.float32)  # rounded, as the backward finds it
+        x2 = mixed2.to(out.dtype.element_ty).to(tl.float32)
+        r = _inverse_rms(x1, x2, norm_eps, D)
+        g1, g2 = _load(norm, at1, there1, at2, there2)
+        tl.store(given + base + at1, (x1 * r * g1).to(out.dtype.element_ty), mask=there1)
+        tl.store(given + base + at2, (x2 * r * g2).to(out.dtype.element_ty), mask=there2)
     tl.store(lse + site.to(tl.int64) * tokens * H + statistic, top + tl.log2(total), mask=head < H)
 
 
@@ -304,6 +311,43 @@ def couple(
     tl.store(grad_outs + place + at2, g2, mask=there2)
     product = _dot(x1, x2, g1.to(tl.float32), g2.to(tl.float32))
     tl.store(coupling + (site.to(tl.int64) * tokens + token) * H + head, product, mask=head < H)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def couple_normed(
+    out, grad_normed, norm, grad_outs, coupling, grad_norm, tokens, site, tokens_a_part, eps,
+    H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
+):  # fmt: skip
+    """:func:`couple` behind an RMS norm of the output: what came back to the norm, over one part of the tokens.
+
+    The part's share in the gradient of the norm's weight goes to ``grad_norm`` `[parts, d]`.
+    """
+    part = tl.program_id(0)
+    D: tl.constexpr = H * K
+    head, at1, there1, at2, there2 = _tiles(H, K, HP, K1, K2)
+    w1, w2 = _load(norm, at1, there1, at2, there2)
+    total1 = tl.zeros([HP, K1], tl.float32)
+    total2 = tl.zeros([HP, K2], tl.float32)
+    start = part * tokens_a_part
+    for i in tl.range(0, tl.minimum(tokens_a_part, tokens - start), num_stages=2):
+        base = (start + i).to(tl.int64) * D
+        x1, x2 = _load(out + base, at1, there1, at2, there2)
+        g1, g2 = _load(grad_normed + base, at1, there1, at2, there2)
+        r = _inverse_rms(x1, x2, eps, D)
+        total1 += g1 * x1 * r
+        total2 += g2 * x2 * r
+        g1 *= w1
+        g2 *= w2
+        along = tl.sum(_dot(g1, g2, x1, x2), 0) * r * r / D
+        d1 = ((g1 - along * x1) * r).to(grad_outs.dtype.element_ty)
+        d2 = ((g2 - along * x2) * r).to(grad_outs.dtype.element_ty)
+        place = site.to(tl.int64) * tokens + start + i
+        tl.store(grad_outs + place * D + at1, d1, mask=there1)
+        tl.store(grad_outs + place * D + at2, d2, mask=there2)
+        product = _dot(x1, x2, d1.to(tl.float32), d2.to(tl.float32))
+        tl.store(coupling + place * H + head, product, mask=head < H)
+    tl.store(grad_norm + part * D + at1, total1, mask=there1)
+    tl.store(grad_norm + part * D + at2, total2, mask=there2)
 
 
 @triton.jit

@@ -356,7 +356,8 @@ class Trainer:
             from megatron_mhar.routing.schedule import describe  # Triton is not everywhere
 
             plan, width = self.pipeline.plan.table.read_plan, self.config.model.hidden_size
-            backend += f" ({describe(plan, width)})"
+            norms = "; with the sublayers' norms" if any(model.decoder.computes_norms for model in self.models) else ""
+            backend += f" ({describe(plan, width)}{norms})"
         layers = resolve_layers(self.config.model.layers)
         logger.info(
             "%s: %s, %s parameters on this rank, %s on %d ranks of %s; layers %s, routing backend %s",

@@ -35,6 +35,7 @@ def transformer_engine_runs():
         return False
 
 
+GPU = torch.cuda.is_available()
 LAYERS = [
     "local",
     pytest.param(
@@ -217,6 +218,8 @@ def test_baseline_is_megatron_cores_own_stack(tmp_path):
 @pytest.mark.parametrize("method", METHODS)
 def test_equals_the_definition_in_plain_torch(tmp_path, method):
     """The whole model against its sublayers called one by one, state kept by hand: no table, no history."""
+    from megatron_mhar.model.norm import SiteNorm
+
     residual = METHODS[method]
     model = disturb(build(tmp_path, residual))
     ids, positions, _ = batch = tokens()
@@ -233,6 +236,9 @@ def test_equals_the_definition_in_plain_torch(tmp_path, method):
         return (weights.unsqueeze(-1) * stacked.unflatten(-1, split)).sum(0).flatten(-2)
 
     def sublayer(layer, h):
+        for norm in (layer.input_layernorm, layer.pre_mlp_layernorm):
+            if isinstance(norm, SiteNorm):  # else the layer norms its input itself
+                h = torch.nn.functional.rms_norm(h, (64,), norm.weight, norm.eps)
         out = layer(hidden_states=h, attention_mask=None, rotary_pos_emb=rope)
         return out[0] if isinstance(out, tuple) else out
 
@@ -592,6 +598,51 @@ class TestSpecs:
         with pytest.raises(ValueError, match=word):
             self.model(routed_stack_spec(ResidualConfig(method="mhar", num_heads=8)), **changes)
 
+    @pytest.mark.parametrize("method", ["baseline", "mhar", "mhar_block", "delta"])
+    @pytest.mark.parametrize("site_norms", [False, True])
+    def test_sites_compute_norms_where_no_stream_is_kept(self, monkeypatch, method, site_norms):
+        """Then Transformer Engine's products come without one; its own spec stays as it is."""
+        from megatron.core.extensions import transformer_engine as engine
+        from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+        from megatron.core.transformer.identity_op import IdentityOp
+
+        from megatron_mhar import ResidualConfig, routed_stack_spec
+        from megatron_mhar.model.norm import RMSNorm, SiteNorm
+
+        monkeypatch.setattr(engine, "HAVE_TE", True)
+        residual = ResidualConfig(**METHODS[method])
+        normed = site_norms and method in ("mhar", "mhar_block")
+
+        def found(spec):
+            attention, mlp = spec.submodules.attention_layer.submodules, spec.submodules.mlp_layer.submodules
+            product = mlp.mlp.keywords["submodules"].linear_fc1
+            return (
+                attention.input_layernorm,
+                attention.self_attention.submodules.linear_qkv,
+                mlp.pre_mlp_layernorm,
+                product,
+            )
+
+        own = (IdentityOp, engine.TELayerNormColumnParallelLinear, IdentityOp, engine.TELayerNormColumnParallelLinear)
+        plain = (SiteNorm, engine.TEColumnParallelLinear, SiteNorm, engine.TEColumnParallelLinear)
+        spec = routed_stack_spec(residual, layers="transformer_engine", site_norms=site_norms, qk_layernorm=True)
+        assert found(spec) == (plain if normed else own) and found(hybrid_stack_spec) == own
+        local = found(routed_stack_spec(residual, site_norms=site_norms))
+        assert local[0] is local[2] is (SiteNorm if normed else RMSNorm)
+
+    def test_a_norm_that_no_site_computes_is_refused(self):
+        from megatron_mhar import ResidualConfig, routed_stack_spec
+
+        own = routed_stack_spec(ResidualConfig(method="mhar")).submodules
+        for method in ("baseline", "delta"):
+            with pytest.raises(ValueError, match=f"sites of the method {method} compute no norms"):
+                self.model(routed_stack_spec(ResidualConfig(method=method), layers=own))
+        with pytest.raises(ValueError, match="recompute_modules has layernorm"):
+            self.model(
+                routed_stack_spec(ResidualConfig(method="mhar")),
+                recompute_granularity="selective", recompute_modules=["layernorm"],
+            )  # fmt: skip
+
     def test_transformer_engine_that_is_not_there_is_named(self):
         from megatron.core.extensions.transformer_engine import HAVE_TE
 
@@ -602,6 +653,28 @@ class TestSpecs:
         else:
             with pytest.raises(ImportError, match="Transformer Engine"):
                 routed_stack_spec(ResidualConfig(), layers="transformer_engine")
+
+
+@pytest.mark.parametrize("method", ["mhar", "delta"])
+def test_layers_may_be_compiled(tmp_path, method):
+    """torch.compile around a sublayer, between fused reads: loss and gradients as without."""
+    model = disturb(build(tmp_path, METHODS[method] | {"backend": "triton"}, model={"num_layers": 1}))
+    counts = torch._dynamo.utils.counters["stats"]
+    found = []
+    for compiled in (False, True):
+        model.zero_grad()
+        if compiled:
+            counts.clear()
+            for layer in model.decoder.layers:
+                layer.forward = torch.compile(layer.forward, backend="inductor" if GPU else "aot_eager")
+        with torch.compiler.set_stance("default"):  # without a GPU it is to compile nothing, see platform.py
+            loss = loss_of(model, tokens())
+            loss.backward()
+        found.append((loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}))
+    assert counts["unique_graphs"] >= 2
+    for one, other in zip(*(results[1].values() for results in found), strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-6, atol=1e-6)
 
 
 def test_recorded_routing_is_the_mean_over_tokens(tmp_path):

@@ -1,6 +1,7 @@
 """Fused kernels against the reference: in Triton's interpreter without a GPU, compiled where there is one."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -49,11 +50,13 @@ def parameters(sites, d, null, scale, dtype, gate=False):
     ]
 
 
-def model(rows, sites, embedding, heads, fused, *, made, plain=route_reference, cut=None):
+def model(rows, sites, embedding, heads, fused, *, made, plain=route_reference, cut=None, norms=None):
     """A model whose sublayers are tanh: output, sources. ``made`` names the row that each output becomes.
 
-    With ``cut`` the sites from there on have a chain of their own, as on another pipeline stage.
+    With ``cut`` the sites from there on have a chain of their own, as on another pipeline stage. ``norms`` are weights
+    of norms that the reads go through, None for a site without.
     """
+    eps = 1e-3  # not that of the keys
     plan = ReadPlan(rows, heads)
     every = dict(enumerate(sites))
     reader = start(plan, {t: every[t] for t in range(cut or len(sites))}) if fused else None
@@ -69,18 +72,20 @@ def model(rows, sites, embedding, heads, fused, *, made, plain=route_reference, 
         own = [sources[row] for row in read]
         query, norm_weight, null, gate = sites[t]
         stream = None if gate is None else embedding * 0.5
+        weight = norms[t] if norms else None
         if reader:
-            h = reader.read(t, stream)
+            h = reader.read(t, stream, None if weight is None else SimpleNamespace(weight=weight, eps=eps))
         else:
             h = plain(([] if null is None else [null]) + own, query, norm_weight, heads, plan.eps)
             h = through_gate(h, gate, stream)
+            h = h if weight is None else torch.nn.functional.rms_norm(h, weight.shape, weight, eps)
         out = torch.tanh(h * 1.5) + 0.1 * h
         for row in made[t]:
             sources[row] = add(row, out)
     return out, sources
 
 
-def gradients(rows, sites, embedding, heads, fused, *, made, extra=(), plain=route_reference, cut=None):
+def gradients(rows, sites, embedding, heads, fused, *, made, extra=(), plain=route_reference, cut=None, norms=()):
     """Loss and gradients of embedding and parameters; sources in ``extra`` are also used by someone else.
 
     The reference is run in float64.
@@ -90,11 +95,13 @@ def gradients(rows, sites, embedding, heads, fused, *, made, extra=(), plain=rou
         SiteParameters(*(None if p is None else p.to(dtype, copy=True).requires_grad_() for p in s)) for s in sites
     ]
     embedding = embedding.to(dtype, copy=True).requires_grad_()
-    out, sources = model(rows, sites, embedding, heads, fused, made=made, plain=plain, cut=cut)
+    norms = [None if weight is None else weight.to(dtype, copy=True).requires_grad_() for weight in norms]
+    out, sources = model(rows, sites, embedding, heads, fused, made=made, plain=plain, cut=cut, norms=norms)
     weight = torch.linspace(-1, 1, out.shape[-1], device=DEVICE, dtype=torch.float64)
     loss = (out.double() * weight).sum() + sum((sources[row].double() ** 2).sum() for row in extra)
     loss.backward()
-    return loss.detach(), embedding.grad, [p.grad for s in sites for p in s if p is not None]
+    grads = [p.grad for s in sites for p in s if p is not None]
+    return loss.detach(), embedding.grad, grads, [weight.grad for weight in norms if weight is not None]
 
 
 def chained(sites):
@@ -128,16 +135,27 @@ def test_a_chain_may_begin_at_any_site(width, cut):
     assert_equals_reference(full(36), sites, embedding, 2, made=chained(36), cut=cut)
 
 
+@pytest.mark.parametrize("shape", [(1, 3, 8, 2), (3, 5, 1000, 8), (3, 2, 896, 2), (35, 2, 64, 2), (18, 2, 320, 2)])
+def test_reads_may_end_with_a_norm(shape):
+    """That of the next sublayer, at some sites: its output, what comes back through it, its weight's gradient."""
+    count, tokens, d, heads = shape
+    sites = parameters(count, d, False, 2 * (heads / d) ** 0.5, torch.float32)
+    norms = [None if t % 5 == 1 else 1 + random(d, seed=700 + t, scale=0.2) for t in range(count)]
+    given = {"made": chained(count), "extra": (0, count // 2), "norms": norms}
+    assert_equals_reference(full(count), sites, random(tokens, d, seed=99), heads, **given)
+
+
 def assert_equals_reference(rows, sites, embedding, heads, **given):
     truth, chain = (gradients(rows, sites, embedding, heads, fused, **given) for fused in (False, True))
     plain = gradients(rows, sites, embedding, heads, False, plain=route_eager, **given)
     assert_close(chain[0], truth[0], EXACT)
-    for true, found in zip(truth[2], chain[2], strict=True):
+    for true, found in zip([*truth[2], *truth[3]], [*chain[2], *chain[3]], strict=True):
         assert_close(found, true, 10 * EXACT)  # one site's sum may cancel
     kinds = sum(p is not None for p in sites[0])
 
     def by_kind(results):
-        return [results[1], *(torch.cat(results[2][kind::kinds]) for kind in range(kinds))]
+        each = [results[2][kind::kinds] for kind in range(kinds)] + [results[3]] * bool(results[3])
+        return [results[1], *map(torch.cat, each)]
 
     for true, found, other in zip(by_kind(truth), by_kind(chain), by_kind(plain), strict=True):
         # Where softmaxes are sharp or sums cancel, fp32 itself is no better than 1e-5: then as good as plain fp32.
