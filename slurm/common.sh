@@ -134,7 +134,8 @@ train() {
     esac
   done
   local run_dir=$output/$name
-  local command=(srun --kill-on-bad-exit=1 "${site[@]}" "$MHAR_ROOT/launch/node" "$config" "${arguments[@]}")
+  # --wait: of a node whose ranks hang when the run is over everywhere else; launch/node ends those of its own sooner.
+  local command=(srun --kill-on-bad-exit=1 --wait=900 "${site[@]}" "$MHAR_ROOT/launch/node" "$config" "${arguments[@]}")
   if [ -n "$MHAR_RENDER" ]; then
     render "${command[@]}"
     return

@@ -86,6 +86,11 @@ class Rank:
                 except OSError:
                     pass  # a full disk must not stop the rank, which would wait for its line to be read
 
+    @property
+    def who(self) -> str:
+        """For people."""
+        return f"rank {self.number} on {host_name()} (pid {self._process.pid})"
+
     def poll(self) -> int | None:
         """Its exit code, minus the signal that killed it; None while it runs."""
         return self._process.poll()
@@ -108,9 +113,8 @@ class Rank:
 
         The reason is mhar's error message where there is one, else the last line that the rank said.
         """
-        code = self.poll()
+        code, who = self.poll(), self.who
         assert code is not None
-        who = f"rank {self.number} on {host_name()} (pid {self._process.pid})"
         if code == -signal.SIGUSR1:  # training itself answers the notice
             return 128 - code, f"{who} was told to stop while it did not train, and had nothing to save"
         if code < 0:
@@ -131,10 +135,13 @@ class Node:
         arguments: of ``mhar``.
         logs: folder of the logs; it is made.
         patience_s: how long the ranks may take to end by themselves once one has failed: they tell more than we know.
+        linger_s: how long they may go on once one has ended well: a rank that hangs when its run is over, nobody watches.
     """
 
-    def __init__(self, place: Place, arguments: Sequence[str], logs: Path, *, patience_s: float) -> None:
-        self.place, self.logs, self.patience_s = place, logs, patience_s
+    def __init__(
+        self, place: Place, arguments: Sequence[str], logs: Path, *, patience_s: float, linger_s: float
+    ) -> None:
+        self.place, self.logs, self.patience_s, self.linger_s = place, logs, patience_s, linger_s
         self._command = [sys.executable, "-m", "megatron_mhar.cli.main", *arguments]
         self._ranks: list[Rank] = []
         self._noticed = False
@@ -156,12 +163,18 @@ class Node:
             rank.repeat()
         if self._noticed:  # while they were being started
             self._tell(signal.SIGUSR1)
-        code = 0
-        while any(rank.poll() is None for rank in self._ranks):
+        code, over = 0, None  # when the first one ended well
+        while left := [rank for rank in self._ranks if rank.poll() is None]:
             failed = [rank for rank in self._ranks if rank.poll()]
             if failed:
                 code = self._explain(failed)
-                self._end()
+                self._end(self.patience_s)
+                break
+            if over is None and len(left) < len(self._ranks):
+                over = time.monotonic()
+            if over is not None and time.monotonic() - over > self.linger_s:
+                code = self._tell_of_hung(left)
+                self._end(0)
                 break
             time.sleep(_POLL_S)
         failed = [rank for rank in self._ranks if rank.poll()]
@@ -199,9 +212,20 @@ class Node:
         say(reason)
         return code
 
-    def _end(self) -> None:
+    def _tell_of_hung(self, hung: Sequence[Rank]) -> int:
+        """Say which ranks do not end, and leave it for the job; the exit code."""
+        code = 128 + signal.SIGKILL
+        reason = (
+            f"{' and '.join(rank.who for rank in hung)} did not end within {self.linger_s:g} s of another rank, which "
+            "ended well; killed"
+        )
+        leave_reason(self.logs, self.place.node, code, reason)
+        say(reason)
+        return code
+
+    def _end(self, patience_s: float) -> None:
         """Wait for the ranks that are left, and end those that hang."""
-        for seconds, number in ((self.patience_s, signal.SIGTERM), (_KILL_AFTER_S, signal.SIGKILL)):
+        for seconds, number in ((patience_s, signal.SIGTERM), (_KILL_AFTER_S, signal.SIGKILL)):
             until = time.monotonic() + seconds
             while time.monotonic() < until and any(rank.poll() is None for rank in self._ranks):
                 time.sleep(_POLL_S)
@@ -254,7 +278,8 @@ def main(arguments: Sequence[str]) -> int:
         place = check_nodes(place, logs=logs, level=level)
         logs = logs or run_dir / "logs" / time.strftime("%Y%m%d-%H%M%S")
         patience_s = config.parallel.heartbeat_s + 15
-        return Node(place, command, logs, patience_s=patience_s).run()
+        linger_s = patience_s + config.tracking.drain_timeout_s
+        return Node(place, command, logs, patience_s=patience_s, linger_s=linger_s).run()
     except UserError as error:
         if node == 0:
             print(f"mhar: error: {error}", file=sys.stderr, flush=True)

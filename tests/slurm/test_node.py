@@ -88,10 +88,12 @@ def test_jobs_that_share_a_node_meet_at_other_ports() -> None:
     assert all(1024 < port < 32768 for port in ports)  # Linux gives out ports from 32768 on
 
 
-def run_ranks(tmp_path: Path, script: str, *, ranks: int = 2, patience_s: float = 5) -> tuple[int, Path]:
+def run_ranks(
+    tmp_path: Path, script: str, *, ranks: int = 2, patience_s: float = 5, linger_s: float = 60
+) -> tuple[int, Path]:
     """A node whose ranks run a Python script instead of mhar train."""
     logs = tmp_path / "logs"
-    ours = Node(Place(0, 1, ranks, "localhost", 1), [], logs, patience_s=patience_s)
+    ours = Node(Place(0, 1, ranks, "localhost", 1), [], logs, patience_s=patience_s, linger_s=linger_s)
     ours._command = [sys.executable, "-c", "import os, sys, time\nrank = int(os.environ['RANK'])\n" + script]
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     try:
@@ -135,7 +137,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     """They are told to save: else they would go on, and hold the run's folder and port."""
     launcher = (
         "import sys; from pathlib import Path; from megatron_mhar.launch.node import Node, Place\n"
-        "node = Node(Place(0, 1, 2, 'localhost', 1), [], Path(sys.argv[1]), patience_s=5)\n"
+        "node = Node(Place(0, 1, 2, 'localhost', 1), [], Path(sys.argv[1]), patience_s=5, linger_s=60)\n"
         "node._command = [sys.executable, '-c', sys.argv[2]]\nnode.run()"
     )
     rank = (
@@ -165,6 +167,15 @@ def test_a_rank_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pyte
     code, logs = run_ranks(tmp_path, script, patience_s=3)
     assert code == 7
     assert reason(logs).startswith("7 rank 0 on ")
+
+
+def test_a_rank_that_hangs_when_the_run_is_over_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own watch has ended with the run, and so have the other ranks'."""
+    monkeypatch.setattr(node, "_KILL_AFTER_S", 0.5)
+    script = "rank or sys.exit()\nos.kill(os.getpid(), 19)"  # SIGSTOP
+    code, logs = run_ranks(tmp_path, script, linger_s=2)
+    assert code == 137
+    assert re.match(r"137 rank 1 on \S+ \(pid \d+\) did not end within 2 s of another rank, .*; killed$", reason(logs))
 
 
 def test_the_reason_is_the_error_message(tmp_path: Path) -> None:
