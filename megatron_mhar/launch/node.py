@@ -135,7 +135,7 @@ class Node:
         arguments: of ``mhar``.
         logs: folder of the logs; it is made.
         patience_s: how long the ranks may take to end by themselves once one has failed: they tell more than we know.
-        linger_s: how long they may go on once one has ended well: a rank that hangs when its run is over, nobody watches.
+        linger_s: how long they may go on once one has ended well. No rank watches another when the run is over.
     """
 
     def __init__(
