@@ -134,8 +134,9 @@ train() {
     esac
   done
   local run_dir=$output/$name
-  # --wait: of a node whose ranks hang when the run is over everywhere else; launch/node ends those of its own sooner.
-  local command=(srun --kill-on-bad-exit=1 --wait=900 "${site[@]}" "$MHAR_ROOT/launch/node" "$config" "${arguments[@]}")
+  # --wait: seconds that srun stays for other nodes once the ranks of one have ended; without it, for ever for a node
+  # that was lost and is back before Slurm has noticed. launch/node ends ranks that hang sooner.
+  local command=(srun --kill-on-bad-exit=1 --wait=240 "${site[@]}" "$MHAR_ROOT/launch/node" "$config" "${arguments[@]}")
   if [ -n "$MHAR_RENDER" ]; then
     render "${command[@]}"
     return
