@@ -67,7 +67,11 @@ def initialize(config: RunConfig) -> torch.device:
                         f"{key}: missing, with WORLD_SIZE {world_size()}; torchrun and launch/node set it for each rank"
                     )
             torch.distributed.init_process_group(platform.BACKEND, timeout=timeout)
-    _check_same(config)
+    try:
+        _check_same(config)
+    except UserError:
+        torch.distributed.destroy_process_group()  # left to the interpreter's end, its threads may abort the process
+        raise
     parallel = config.parallel
     sizes = {
         "tensor": (parallel.tensor, parallel_state.get_tensor_model_parallel_world_size),
