@@ -181,7 +181,7 @@ def test_baseline_is_megatron_cores_own_stack(tmp_path):
     from megatron_mhar.model.norm import RMSNorm
     from megatron_mhar.model.specs import _local_submodules
 
-    config = tiny_run(DATA, tmp_path)
+    config = tiny_run(DATA, tmp_path, model={"layers": "local"})  # as `build` has it: fusions depend on it
     ours = build(tmp_path, METHODS["baseline"])
     submodules = _local_submodules(True, None)
     submodules.attention_layer.submodules.self_attn_bda = get_bias_dropout_add
