@@ -22,7 +22,8 @@ FUSED_PATH = "tests/bench/test_fused_path.py::test_kernels_ran_on_the_gpu"  # mu
 # What computes on a GPU in one process; tests of several ranks need a GPU each.
 TESTS = (
     "tests/routing", "tests/depth", "tests/model", "tests/bench", "tests/train/test_loop.py",
-    "tests/train/test_cuda_graph.py", "tests/train/test_optimizer.py", "tests/train/test_profile.py",
+    "tests/train/test_cuda_graph.py", "tests/train/test_kernels_train.py", "tests/train/test_layer_change.py",
+    "tests/train/test_optimizer.py", "tests/train/test_profile.py",
 )  # fmt: skip
 VERSION = 1  # of the JSON
 
@@ -76,6 +77,12 @@ class Recorder:
             self.outcomes[report.nodeid] = Outcome("failed", 0.0, report.longreprtext.strip().splitlines()[-1])
 
 
+def selection(arguments: Sequence[str]) -> list[str]:
+    """pytest's arguments: with all GPU tests if there are options only, no file, folder or test."""
+    chosen = any(Path(argument.partition("::")[0]).exists() for argument in arguments)
+    return [*arguments, *(() if chosen else TESTS)]
+
+
 def run_tests(arguments: Sequence[str], folder: Path, machine: object, device: str) -> int:
     """Run tests and write the JSON; 0 if all passed and the fused path was among them."""
     from megatron_mhar.bench.report import write_json
@@ -110,7 +117,7 @@ def main() -> int:
     print("\n".join(machine.lines()))
     os.environ.pop("TRITON_INTERPRET", None)  # it would lead the kernels away from the GPU
     folder = Path(os.environ.get("RESULTS") or ROOT / "results/gpu")
-    return run_tests(sys.argv[1:] or TESTS, folder, machine, machine.device)
+    return run_tests(selection(sys.argv[1:]), folder, machine, machine.device)
 
 
 if __name__ == "__main__":

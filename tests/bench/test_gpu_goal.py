@@ -50,6 +50,15 @@ def test_what_is_written(tmp_path):
     assert not report["fused_path_ran"] and "no fused kernel" in failed.stderr
 
 
+def test_options_alone_choose_all_gpu_tests():
+    from tests.gpu import TESTS, selection
+
+    assert selection(["-q", "-n", "11"]) == ["-q", "-n", "11", *TESTS] and selection([]) == [*TESTS]
+    chosen = [f"{__file__}::test_what_is_written", "-q"]
+    assert selection(chosen) == chosen
+    assert all((ROOT / test).exists() for test in TESTS)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_fails():
     done = subprocess.run(

@@ -29,7 +29,7 @@ def test_accumulated_micro_batches_train_as_one_big_batch(tmp_path, corpus, meth
     for other in runs[1:]:
         for metric in ("train/loss", "valid/loss"):
             expected = [v for _, v in runs[0][metric]]
-            assert [v for _, v in other[metric]] == pytest.approx(expected, abs=1e-5)
+            assert [v for _, v in other[metric]] == pytest.approx(expected, rel=1e-5)
         assert [v for _, v in other["train/grad_norm"]] == pytest.approx(
             [v for _, v in runs[0]["train/grad_norm"]], rel=1e-3
         )
@@ -102,7 +102,8 @@ def test_loader_workers_give_the_same_run(tmp_path, corpus):
 
 
 def test_utilisation_is_a_share_of_the_peak(tmp_path, corpus):
-    from megatron_mhar.train.throughput import model_flops, routing_flops
+    from megatron_mhar import platform
+    from megatron_mhar.train.throughput import model_flops, peak_flops, routing_flops
 
     config = tiny_run(corpus, tmp_path, residual=METHODS["mhar"], training={"peak_tflops": 0.5})
     metrics = train(config)
@@ -113,7 +114,8 @@ def test_utilisation_is_a_share_of_the_peak(tmp_path, corpus):
     model, routing = (f"{flops(config) / 1e9:.3g}" for flops in (model_flops, routing_flops))
     assert f"{model} GFLOP a token, and {routing} of routing; MFU is of 0.5 TFLOP/s a device" in log
     metrics = train(tiny_run(corpus, tmp_path, name="other"))
-    assert not any("mfu" in name for name in metrics)
+    # A GPU's peak is known, as a rule; that of a CPU is not.
+    assert any("mfu" in name for name in metrics) == (peak_flops(platform.device_name(), "fp32") is not None)
 
 
 @pytest.mark.parametrize("method", ["baseline", "mhar", "mhar_block", "delta", "delta_block_released"])
