@@ -20,6 +20,7 @@ set -euo pipefail
 : "${MHAR_RETRIES:=3}"                      # requeues in a row that bring no newer checkpoint, then the job gives up
 : "${MHAR_HEALTH_CHECK:=full}"              # of the nodes, before each start: full; quick (no all-reduce); off
 : "${MHAR_EXCLUDE_NODES:=2}"                # nodes found bad that a job may exclude and ask others for; then it gives up
+: "${MHAR_WAIT:=240}"                       # seconds that srun stays for other nodes once the ranks of one have ended
 # ----------------------------------------------------------------------------------------------------------------------
 
 # Set by mhar submit: say what would be started and start nothing.
@@ -33,7 +34,7 @@ refuse() {
 
 [ -n "$MHAR_RENDER" ] || [ -n "${SLURM_JOB_ID:-}" ] ||
   refuse "this is a job file for Slurm: sbatch FILE, or mhar submit FILE; launch/node trains without Slurm"
-for name in MHAR_RETRIES MHAR_EXCLUDE_NODES; do
+for name in MHAR_RETRIES MHAR_EXCLUDE_NODES MHAR_WAIT; do
   case ${!name} in
     *[!0-9]*) refuse "$name: '${!name}' given, but it must be a whole number of 0 or more" ;;
   esac
@@ -134,9 +135,9 @@ train() {
     esac
   done
   local run_dir=$output/$name
-  # --wait: seconds that srun stays for other nodes once the ranks of one have ended; without it, for ever for a node
-  # that was lost and is back before Slurm has noticed. launch/node ends ranks that hang sooner.
-  local command=(srun --kill-on-bad-exit=1 --wait=240 "${site[@]}" "$MHAR_ROOT/launch/node" "$config" "${arguments[@]}")
+  # Without --wait srun stays for ever for a node that was lost and is back before Slurm has noticed. launch/node ends
+  # ranks that hang sooner.
+  local command=(srun --kill-on-bad-exit=1 --wait="$MHAR_WAIT" "${site[@]}" "$MHAR_ROOT/launch/node" "$config" "${arguments[@]}")
   if [ -n "$MHAR_RENDER" ]; then
     render "${command[@]}"
     return

@@ -3,7 +3,8 @@
 Every node looks at itself: GPUs (number, ECC errors, memory in use) where there is nvidia-smi, free disk for its
 temporary files, whether it sees the folder of the logs. Then all meet at node 0, at the port where the ranks will meet:
 whoever does not come cannot reach it, and clocks are compared. At last every rank takes part in an all-reduce of known
-sum (:mod:`megatron_mhar.launch.probe`). Node 0 judges, and tells all nodes.
+sum (:mod:`megatron_mhar.launch.probe`). Node 0 judges, and tells all nodes. The connections stay while the ranks run:
+a node that is lost is noticed, also before its ranks have met the others.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
@@ -34,6 +35,7 @@ MEET_S = 300.0  # nodes of one job start within seconds, but some may have to fe
 _SILENT_S = 15.0  # then it is said who waits for whom
 _ANSWER_S = 30.0
 _PROBE_S = 300.0  # longer than the time-out of its collectives
+_DEAD_S = 30  # of a node that has lost its power or its network, until its connection breaks
 _CLOCK_S = 5.0  # time servers keep nodes within milliseconds
 _LEAST_TEMPORARY = 1 << 30  # bytes: compiled kernels of Triton and Inductor
 _MOST_USED = 0.1  # of a GPU's memory, before a rank has started; what the driver itself takes is less
@@ -61,7 +63,7 @@ def level_of(environment: Mapping[str, str]) -> Level:
     raise UserError(f"MHAR_HEALTH_CHECK: {text!r} given; allowed: {', '.join(get_args(Level))}")
 
 
-def check_nodes(place: Place, *, logs: Path | None, level: Level) -> Place:
+def check_nodes(place: Place, *, logs: Path | None, level: Level) -> tuple[Place, Meeting]:
     """Check all nodes of a run together; called by each of them.
 
     Args:
@@ -70,16 +72,18 @@ def check_nodes(place: Place, *, logs: Path | None, level: Level) -> Place:
         level: ``quick`` leaves the all-reduce out, which starts every rank; ``off`` does nothing.
 
     Returns:
-        This node's place, its number that in the order of the network's topology, where Slurm knows it.
+        This node's place, its number that in the order of the network's topology, where Slurm knows it; and the nodes'
+        meeting, which is the caller's to close. With ``off`` this node has met none.
 
     Raises:
         Unhealthy: a node is bad, or they do not reach each other.
         UserError: they are not started as nodes of one run.
     """
     if level == "off":
-        return place
+        return place, Meeting(replace(place, nodes=1))
     check_interface(os.environ.get("MHAR_INTERFACE"))
-    with Meeting(place) as meeting:
+    meeting = Meeting(place)
+    try:
         own = {
             "host": host_name(),
             "ranks": place.ranks,
@@ -89,6 +93,7 @@ def check_nodes(place: Place, *, logs: Path | None, level: Level) -> Place:
         }
         verdict = meeting.exchange(own, lambda reports: judge_nodes(reports, place.nodes, meeting.where))
         hosts, order = _accept(verdict)
+        meeting.hosts = hosts
         place = replace(place, node=order.index(place.node))
         if level == "full" and place.nodes * place.ranks > 1:
             _accept(
@@ -97,7 +102,10 @@ def check_nodes(place: Place, *, logs: Path | None, level: Level) -> Place:
                     lambda told: judge_probes([told.get(n, {}).get("failed") for n in order], hosts, place.ranks),
                 )
             )
-    return place
+    except BaseException:
+        meeting.close()
+        raise
+    return place, meeting
 
 
 def _accept(verdict: Mapping[str, Any]) -> tuple[list[str], list[int]]:
@@ -342,38 +350,58 @@ def _failure(rank: int, code: int, output: str) -> dict[str, Any]:
 # --- the nodes' conversation
 
 
-@dataclass
 class _Link:
     """A connection to another node: a JSON document a line."""
 
-    socket: socket.socket
-
-    def __post_init__(self) -> None:
-        self._file = self.socket.makefile("rw", encoding="utf-8", newline="\n")
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self._received = b""
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (("TCP_KEEPIDLE", _DEAD_S // 2), ("TCP_KEEPINTVL", _DEAD_S // 6), ("TCP_KEEPCNT", 3)):
+            if hasattr(socket, name):  # not on every system
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def send(self, message: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(message) + "\n")
-        self._file.flush()
+        self.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, timeout_s: float) -> Any:
-        self.socket.settimeout(timeout_s)
-        line = self._file.readline()
-        if not line:
-            raise OSError("the connection has been closed")
+        end = time.monotonic() + timeout_s
+        while b"\n" not in self._received:
+            self.socket.settimeout(max(0.001, end - time.monotonic()))
+            data = self.socket.recv(1 << 16)
+            if not data:
+                raise OSError("the connection has been closed")
+            self._received += data
+        line, _, self._received = self._received.partition(b"\n")
         return json.loads(line)
 
+    def has_news(self) -> bool:
+        """Whether there is something to receive, or the connection is broken."""
+        if self._received:
+            return True
+        self.socket.setblocking(False)
+        try:
+            self.socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass
+        return True
+
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._file.close()
         self.socket.close()
 
 
 class Meeting:
-    """The nodes of a run, each with a connection to node 0; a lone node meets itself.
+    """The nodes of a run, each with a connection to node 0; a lone node meets itself. A context manager closes it.
 
     Args:
         place: of this node.
         timeout_s: how long node 0 waits for the others, and they for it.
+
+    Attributes:
+        where: address and port of node 0.
+        hosts: of the nodes, by the number that they came with; empty until they are known.
 
     Raises:
         Unhealthy: node 0 cannot be reached, or cannot listen.
@@ -383,7 +411,9 @@ class Meeting:
     def __init__(self, place: Place, *, timeout_s: float = MEET_S) -> None:
         self.place = place
         self.where = f"{place.address}:{place.port}"
+        self.hosts: list[str] = []
         self._links: dict[int, _Link] = {}
+        self._ended: dict[str, int | None] = {}
         end = time.monotonic() + timeout_s
         if place.nodes > 1:
             self._listen(end) if place.node == 0 else self._connect(end)
@@ -421,6 +451,31 @@ class Meeting:
             with contextlib.suppress(OSError):
                 link.send(verdict)
         return verdict
+
+    def ended(self) -> Mapping[str, int | None]:
+        """Hosts of the nodes that have left, with what they have left with; None if a node is lost.
+
+        Node 0 knows of every node, the others know of node 0.
+        """
+        for node, link in [(node, link) for node, link in self._links.items() if link.has_news()]:
+            try:
+                code = int(link.receive(_ANSWER_S)["left"])
+            except (OSError, ValueError, KeyError, TypeError):
+                code = None
+            self._ended[self.hosts[node]] = code
+            self._links.pop(node).close()
+        return self._ended
+
+    def leave(self, code: int) -> None:
+        """Tell the others that the ranks of this node have ended, with ``code``."""
+        for link in self._links.values():
+            with contextlib.suppress(OSError):
+                link.send({"left": code})
+
+    def close(self) -> None:
+        """Close the connections."""
+        for link in self._links.values():
+            link.close()
 
     def _listen(self, end: float) -> None:
         """Node 0: wait for the others, those of this job alone."""
@@ -475,8 +530,7 @@ class Meeting:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for link in self._links.values():
-            link.close()
+        self.close()
 
 
 def _job() -> str:

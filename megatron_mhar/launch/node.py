@@ -24,6 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -31,12 +32,13 @@ from typing import IO
 from megatron_mhar.config.load import load_config
 from megatron_mhar.config.schema import RunConfig
 from megatron_mhar.errors import UserError
-from megatron_mhar.launch.health import Unhealthy, check_nodes, check_room, level_of, say
+from megatron_mhar.launch.health import Meeting, Unhealthy, check_nodes, check_room, level_of, say
 from megatron_mhar.launch.place import Place, find_place, host_name
 from megatron_mhar.run_files import RunFiles
 
 BAD_INPUT = 2  # exit code of mhar for what a repetition does not mend
 UNHEALTHY = 3
+_LOST = 128 + signal.SIGKILL  # exit code where another node is lost: as if all there had been killed
 _POLL_S = 0.1
 _KILL_AFTER_S = 10  # between SIGTERM and SIGKILL for ranks that hang once another has failed
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -134,14 +136,17 @@ class Node:
         place: of the node.
         arguments: of ``mhar``.
         logs: folder of the logs; it is made.
+        meeting: with the other nodes; by default there are none.
         patience_s: how long the ranks may take to end by themselves once one has failed: they tell more than we know.
         linger_s: how long they may go on once one has ended well. No rank watches another when the run is over.
     """
 
     def __init__(
-        self, place: Place, arguments: Sequence[str], logs: Path, *, patience_s: float, linger_s: float
-    ) -> None:
+        self, place: Place, arguments: Sequence[str], logs: Path, meeting: Meeting | None = None, *,
+        patience_s: float, linger_s: float,
+    ) -> None:  # fmt: skip
         self.place, self.logs, self.patience_s, self.linger_s = place, logs, patience_s, linger_s
+        self.meeting = meeting or Meeting(replace(place, nodes=1))
         self._command = [sys.executable, "-m", "megatron_mhar.cli.main", *arguments]
         self._ranks: list[Rank] = []
         self._noticed = False
@@ -151,6 +156,7 @@ class Node:
 
         Returns:
             0 if all of them ended with 0; else the code of the one that failed first, 128 + signal if it was killed.
+            Where another node is lost, or its ranks have failed, those here are ended: it is that node's code.
         """
         self.logs.mkdir(parents=True, exist_ok=True)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -170,7 +176,11 @@ class Node:
                 code = self._explain(failed)
                 self._end(self.patience_s)
                 break
-            if over is None and len(left) < len(self._ranks):
+            elsewhere = self.meeting.ended()
+            if any(ended != 0 for ended in elsewhere.values()) and (code := self._tell_of_nodes(elsewhere)):
+                self._end(self.patience_s)
+                break
+            if over is None and (0 in elsewhere.values() or len(left) < len(self._ranks)):
                 over = time.monotonic()
             if over is not None and time.monotonic() - over > self.linger_s:
                 code = self._tell_of_hung(left)
@@ -210,6 +220,23 @@ class Node:
         code, reason = min(explained, key=lambda each: (each[0] < 128, each[0] != BAD_INPUT))
         leave_reason(self.logs, self.place.node, code, reason)
         say(reason)
+        return code
+
+    def _tell_of_nodes(self, elsewhere: Mapping[str, int | None]) -> int:
+        """Say which node is lost, or has ranks that failed, and leave the former for the job; the exit code.
+
+        0 if the ranks here may go on: once they were told to stop they do not end all with 0, nor at the same time.
+        """
+        lost = [host for host, code in elsewhere.items() if code is None]
+        if lost:
+            reason = f"node {' and '.join(lost)} is lost: its launch/node has ended without a word, or is out of reach"
+            leave_reason(self.logs, self.place.node, _LOST, reason)
+            say(reason)
+            return _LOST
+        if self._noticed:
+            return 0
+        host, code = next((host, code) for host, code in elsewhere.items() if code)
+        say(f"the ranks on {host} have failed, with code {code}; those on {host_name()} are ended")
         return code
 
     def _tell_of_hung(self, hung: Sequence[Rank]) -> int:
@@ -275,11 +302,14 @@ def main(arguments: Sequence[str]) -> int:
         place = find_place(os.environ)
         if level != "off" and place.node == 0 and command[0] == "train":
             check_room(run_dir)
-        place = check_nodes(place, logs=logs, level=level)
+        place, meeting = check_nodes(place, logs=logs, level=level)
         logs = logs or run_dir / "logs" / time.strftime("%Y%m%d-%H%M%S")
         patience_s = config.parallel.heartbeat_s + 15
         linger_s = patience_s + config.tracking.drain_timeout_s
-        return Node(place, command, logs, patience_s=patience_s, linger_s=linger_s).run()
+        with meeting:
+            code = Node(place, command, logs, meeting, patience_s=patience_s, linger_s=linger_s).run()
+            meeting.leave(code)
+        return code
     except UserError as error:
         if node == 0:
             print(f"mhar: error: {error}", file=sys.stderr, flush=True)

@@ -283,7 +283,7 @@ def test_levels(monkeypatch: pytest.MonkeyPatch) -> None:
         level_of({"MHAR_HEALTH_CHECK": "some"})
     monkeypatch.setattr(health, "node_problems", lambda ranks: ["broken"])
     place = Place(0, 1, 2, "localhost", 1)
-    assert check_nodes(place, logs=None, level="off") == place
+    assert check_nodes(place, logs=None, level="off")[0] == place
     with pytest.raises(Unhealthy, match="broken"):
         check_nodes(place, logs=None, level="quick")
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ import pytest
 from megatron_mhar.config.load import dump_config
 from megatron_mhar.errors import UserError
 from megatron_mhar.launch import node, place
+from megatron_mhar.launch.health import Meeting
 from megatron_mhar.launch.node import Node
 from megatron_mhar.launch.place import Place, find_place, first_host, port_of_job
 from tests.conftest import tiny_run
@@ -89,11 +92,17 @@ def test_jobs_that_share_a_node_meet_at_other_ports() -> None:
 
 
 def run_ranks(
-    tmp_path: Path, script: str, *, ranks: int = 2, patience_s: float = 5, linger_s: float = 60
+    tmp_path: Path,
+    script: str,
+    *,
+    ranks: int = 2,
+    meeting: Meeting | None = None,
+    patience_s: float = 5,
+    linger_s: float = 60,
 ) -> tuple[int, Path]:
     """A node whose ranks run a Python script instead of mhar train."""
     logs = tmp_path / "logs"
-    ours = Node(Place(0, 1, ranks, "localhost", 1), [], logs, patience_s=patience_s, linger_s=linger_s)
+    ours = Node(Place(0, 1, ranks, "localhost", 1), [], logs, meeting, patience_s=patience_s, linger_s=linger_s)
     ours._command = [sys.executable, "-c", "import os, sys, time\nrank = int(os.environ['RANK'])\n" + script]
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     try:
@@ -176,6 +185,37 @@ def test_a_rank_that_hangs_when_the_run_is_over_is_killed(tmp_path: Path, monkey
     code, logs = run_ranks(tmp_path, script, linger_s=2)
     assert code == 137
     assert re.match(r"137 rank 1 on \S+ \(pid \d+\) did not end within 2 s of another rank, .*; killed$", reason(logs))
+
+
+@pytest.mark.parametrize("left", [None, 7, 0])
+def test_what_becomes_of_another_node_ends_the_ranks_here(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], left: int | None
+) -> None:
+    """Lost, its ranks failed, or they ended well and ours hang: at the very start too, when no rank watches another."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    with ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(lambda: Meeting(Place(1, 2, 1, "localhost", port), timeout_s=30))
+        meeting, other = Meeting(Place(0, 2, 1, "localhost", port), timeout_s=30), joined.result()
+    meeting.hosts = ["n1", "n2"]
+    if left is not None:
+        other.leave(left)
+    other.close()
+    begun = time.monotonic()
+    with meeting:
+        code, logs = run_ranks(tmp_path, "time.sleep(60)", ranks=1, meeting=meeting, patience_s=0.5, linger_s=1)
+    assert time.monotonic() - begun < 30
+    said = capfd.readouterr().err
+    if left is None:
+        assert code == 137 and reason(logs) == (
+            "137 node n2 is lost: its launch/node has ended without a word, or is out of reach"
+        )
+    elif left:
+        assert code == 7 and not list(logs.glob("*.end"))  # that node has told why
+        assert "the ranks on n2 have failed, with code 7; those on" in said
+    else:
+        assert code == 137 and "did not end within 1 s of another rank, which ended well; killed" in reason(logs)
 
 
 def test_the_reason_is_the_error_message(tmp_path: Path) -> None:

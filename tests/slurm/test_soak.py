@@ -23,8 +23,8 @@ from tests.slurm.jobs import PATIENCE_S, STEPS, Job, Outcome, kill_node, start_n
 
 FAULTS = int(os.environ.get("FAULTS") or 50)
 MINUTES = float(os.environ.get("MINUTES") or 15)
-LONGEST_PAUSE_S = 5.0
-STEPPING = 0.7  # of the faults meet a run that has begun to train; the others may meet it anywhere, starting too
+LONGEST_PAUSE_S = 3.0
+STEPPING = 0.5  # of the faults meet a run that has begun to train; the others may meet it anywhere, starting too
 
 
 def tell(*command: str) -> bool:
@@ -43,8 +43,12 @@ def signal_a_rank(send: str) -> Callable[[Job, random.Random], bool]:
 
 
 def lose_a_node(job: Job, chance: random.Random) -> bool:
+    """Slurm notices it, or the node is back before that; as in a cluster, where a reboot tells."""
     node = chance.choice(("node1", "node2"))
     kill_node(node)
+    if chance.random() < 0.5:
+        tell("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
+        tell("scontrol", "update", f"NodeName={node}", "State=RESUME")
     start_node(node)
     return True
 
@@ -89,7 +93,7 @@ def test_nothing_is_lost(
         runs += 1
         folder = tmp_path / str(runs)
         folder.mkdir()
-        job = Job(corpus, folder, output_dir, f"soak-{runs}", MHAR_RETRIES="1000")
+        job = Job(corpus, folder, output_dir, f"soak-{runs}", MHAR_RETRIES="1000", MHAR_WAIT="20")
         job.submit()
         try:
             last = time.monotonic()
