@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import time
 from collections import Counter
@@ -25,7 +26,7 @@ TESTS = (
     "tests/train/test_cuda_graph.py", "tests/train/test_kernels_train.py", "tests/train/test_layer_change.py",
     "tests/train/test_optimizer.py", "tests/train/test_profile.py",
 )  # fmt: skip
-VERSION = 1  # of the JSON
+VERSION = 2  # of the JSON
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class TestReport:
-    """The JSON of a run."""
+    """The JSON of a run; not ``complete`` if a signal ended it before its last test."""
 
     __test__ = False
 
@@ -47,6 +48,7 @@ class TestReport:
     kind: str
     date: str
     machine: object
+    complete: bool
     fused_path_ran: bool
     counts: dict[str, int]
     seconds: float
@@ -90,13 +92,15 @@ def run_tests(arguments: Sequence[str], folder: Path, machine: object, device: s
     recorder, start = Recorder(), time.time()
     # The project's options are for its own environment: without pytest-timeout they would be refused.
     options = ["--rootdir", str(ROOT), "-o", "addopts=--import-mode=importlib", "-ra", "-p", "no:cacheprovider"]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # of a time limit: what there is so far is kept
     code = pytest.main([*options, *arguments], plugins=[recorder])
     fused = getattr(recorder.outcomes.get(FUSED_PATH), "outcome", "") == "passed"
     date = time.strftime("%Y-%m-%d", time.gmtime(start))
     counts = Counter(outcome.outcome for outcome in recorder.outcomes.values())
     report = TestReport(
-        VERSION, "tests", date, machine, fused, dict(counts), round(time.time() - start, 1), recorder.outcomes
-    )
+        VERSION, "tests", date, machine, code != pytest.ExitCode.INTERRUPTED, fused, dict(counts),
+        round(time.time() - start, 1), recorder.outcomes,
+    )  # fmt: skip
     path = folder / f"tests_{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}_{date}.json"
     write_json(report, path)
     print(f"\n{', '.join(f'{count} {outcome}' for outcome, count in counts.items())}: {path}")

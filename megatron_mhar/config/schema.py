@@ -231,6 +231,7 @@ class ParallelConfig(Section):
     fsdp: bool = Field(False, description="fully sharded data parallelism")
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
+    join_s: PositiveInt = Field(300, description="seconds that a rank which has started waits for the others to start")
     timeout_s: PositiveInt = Field(600, description="seconds until a collective without an answer fails")
     heartbeat_s: PositiveInt = Field(
         30, description="seconds of silence after which a rank is taken for dead and named, and the others end"

@@ -9,6 +9,14 @@ from collections.abc import Callable
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch.distributed import (  # type: ignore[attr-defined]
+    DistNetworkError,
+    DistStoreError,
+    HashStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
 
 from megatron_mhar import platform
 from megatron_mhar.config.layout import check_layout as check_layout
@@ -47,6 +55,7 @@ def initialize(config: RunConfig) -> torch.device:
 
     Raises:
         UserError: there are fewer GPUs than ranks on this machine, or groups of another layout.
+        DistStoreError: other ranks have not come within ``parallel.join_s``.
     """
     if platform.HAS_GPU and local_rank() >= torch.cuda.device_count():
         raise UserError(
@@ -58,7 +67,7 @@ def initialize(config: RunConfig) -> torch.device:
         timeout = datetime.timedelta(seconds=config.parallel.timeout_s)
         if world_size() == 1:
             # One process needs no address to meet at.
-            store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+            store: Store = HashStore()
             torch.distributed.init_process_group(platform.BACKEND, store=store, rank=0, world_size=1, timeout=timeout)
         else:
             for key in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
@@ -66,7 +75,11 @@ def initialize(config: RunConfig) -> torch.device:
                     raise UserError(
                         f"{key}: missing, with WORLD_SIZE {world_size()}; torchrun and launch/node set it for each rank"
                     )
-            torch.distributed.init_process_group(platform.BACKEND, timeout=timeout)
+            store = _meet(config.parallel.join_s)
+            store.set_timeout(timeout)
+            torch.distributed.init_process_group(
+                platform.BACKEND, store=store, rank=rank(), world_size=world_size(), timeout=timeout
+            )
     try:
         _check_same(config)
     except UserError:
@@ -103,6 +116,42 @@ def initialize(config: RunConfig) -> torch.device:
         config.training.seed, te_rng_tracker=captures, use_cudagraphable_rng=captures, force_reset_rng=True
     )
     return device
+
+
+def _meet(join_s: int) -> Store:
+    """The store at MASTER_ADDR, once all ranks have come to it.
+
+    torch itself waits as long for ranks that start as for a collective, and does not say who is missing.
+    """
+    agent, timeout = agent_keeps_store(), datetime.timedelta(seconds=join_s)
+    address, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT", 0)
+    where = f"come to {address}:{port} within {join_s} s (parallel.join_s)"
+    try:
+        store: Store = TCPStore(
+            address, port, world_size(), is_master=rank() == 0 and not agent, timeout=timeout, wait_for_workers=False,
+            multi_tenant=True,  # a process may train one run after another
+        )  # fmt: skip
+        store = PrefixStore(f"mhar/join/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        keys = [f"{number}" for number in range(world_size())]
+        store.set(keys[rank()], "here")
+    except DistNetworkError as error:
+        if rank() == 0:
+            raise
+        raise DistStoreError(f"rank {rank()} does not reach rank 0; it has not {where}: {error}") from error
+    try:
+        store.wait(keys, timeout)
+    except DistStoreError as error:
+        missing = [key for key in keys if not store.check([key])]
+        shown = ", ".join(missing[:8]) + (" ..." if len(missing) > 8 else "")
+        raise DistStoreError(
+            f"of {len(keys)} ranks {len(missing)} ({shown}) have not {where}: they hang, or their node is lost"
+        ) from error
+    return store
+
+
+def agent_keeps_store() -> bool:
+    """Whether torchrun's agent keeps the store and not rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _check_same(config: RunConfig) -> None:

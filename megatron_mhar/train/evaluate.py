@@ -55,8 +55,7 @@ def evaluate(
     device = initialize(config)
     try:
         folder = RunFolder(config)
-        parallel = config.parallel
-        watch = Watch(folder.files, heartbeat_s=parallel.heartbeat_s, timeout_s=parallel.timeout_s)
+        watch = Watch(folder.files, config.parallel)
         with ExitStack() as stack, watch:
             found = on_first_rank(lambda: _choose(folder.files, step))
             checked = on_every_rank(lambda: check_data(config, train=False) if local_rank() == 0 else {})

@@ -79,10 +79,7 @@ def train(config: RunConfig) -> RunSummary | None:
     try:
         folder = RunFolder(config)
         with ExitStack() as stack:
-            parallel = config.parallel
-            watch = stack.enter_context(
-                Watch(folder.files, heartbeat_s=parallel.heartbeat_s, timeout_s=parallel.timeout_s)
-            )
+            watch = stack.enter_context(Watch(folder.files, config.parallel))
             # Every machine must have the files; one process of each reads them.
             found = on_every_rank(lambda: check_data(config) if local_rank() == 0 else {})
             digests = on_first_rank(lambda: found)

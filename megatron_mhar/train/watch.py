@@ -36,8 +36,10 @@ import torch
 from rich.console import Console
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from megatron_mhar.config.schema import ParallelConfig
 from megatron_mhar.errors import UserError
 from megatron_mhar.run_files import RunFiles, checkpoint_steps
+from megatron_mhar.train.distributed import agent_keeps_store
 
 logger = logging.getLogger("megatron_mhar")
 
@@ -170,18 +172,18 @@ class Watch(AbstractContextManager["Watch"]):
 
     Args:
         files: of the run; its newest complete checkpoint is told, and its log written to where rank 0 cannot.
-        heartbeat_s: seconds of silence after which a rank is taken for dead.
-        timeout_s: seconds until a rank is missed that has never been heard.
+        parallel: of its config: after ``heartbeat_s`` of silence a rank is taken for dead, after ``join_s`` one
+            that was never heard.
     """
 
-    def __init__(self, files: RunFiles, *, heartbeat_s: float, timeout_s: float) -> None:
-        self.files, self.heartbeat_s, self.timeout_s = files, heartbeat_s, timeout_s
-        self.interval_s = heartbeat_s / _BEATS
+    def __init__(self, files: RunFiles, parallel: ParallelConfig) -> None:
+        self.files, self.parallel, self.heartbeat_s = files, parallel, parallel.heartbeat_s
+        self.interval_s = self.heartbeat_s / _BEATS
         # Steps done so far; whoever counts them puts a better function here.
         self.steps_done: Callable[[], int] = lambda: 0
         self.rank, self.world = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self._process = Process.this()
-        self._keeps_store = self.rank == 0 and not _agent_keeps_store()
+        self._keeps_store = self.rank == 0 and not agent_keeps_store()
         self._heard: dict[int, Beat] = {}
         self._silences: dict[int, Silence] = {}
         self._numbers = itertools.count()
@@ -202,13 +204,13 @@ class Watch(AbstractContextManager["Watch"]):
             if self.rank == 0:
                 logger.warning(
                     "the ranks met through a %s: one that dies is not named, its silence ends the others after %g s",
-                    type(store).__name__, self.timeout_s,
+                    type(store).__name__, self.parallel.timeout_s,
                 )  # fmt: skip
             return self
         self._main = threading.get_ident()
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         prefix = f"mhar/watch/{attempt}/{next(_runs)}"
-        for rank in _first_watched(self.rank, self.world, keeper=None if _agent_keeps_store() else 0):
+        for rank in _first_watched(self.rank, self.world, keeper=None if agent_keeps_store() else 0):
             self._watch(rank)
         for target, arguments in ((self._beat_and_listen, (store, prefix)), (self._judge, ())):
             thread = threading.Thread(target=target, args=arguments, name=f"mhar{target.__name__}", daemon=True)
@@ -234,7 +236,7 @@ class Watch(AbstractContextManager["Watch"]):
         self._out.set()
         self._leaving.set()
         # The store may be lost: then there is nobody to tell.
-        beating.join(3 * self.interval_s + (self.timeout_s if self._keeps_store else 0))
+        beating.join(3 * self.interval_s + (self.parallel.timeout_s if self._keeps_store else 0))
         judging.join()
 
     # The beating thread: everything that asks the store, which may never answer.
@@ -279,7 +281,7 @@ class Watch(AbstractContextManager["Watch"]):
                     self._accuse(store, rank, self._lost(beat, "has died"))
             seconds = self._silences[rank].look(beat.number if beat is not None else None)
             if beat is None:
-                if seconds > self.timeout_s:
+                if seconds > self.parallel.join_s:
                     self._accuse(store, rank, f"rank {rank} has not been heard from at all for {seconds:.0f} s")
             elif beat.ended:
                 del self._silences[rank]
@@ -322,7 +324,7 @@ class Watch(AbstractContextManager["Watch"]):
         go_at = math.inf
         while self._keeps_store and store.add("gone", 0) < self.world and time.monotonic() < go_at:
             # Whoever is dead too says nothing.
-            limit = 3 * self.interval_s if self._verdict is not None else self.timeout_s
+            limit = 3 * self.interval_s if self._verdict is not None else self.parallel.timeout_s
             go_at = min(go_at, time.monotonic() + limit)
             time.sleep(_LEAVING_POLL_S)
             self._listen(store)
@@ -353,7 +355,7 @@ class Watch(AbstractContextManager["Watch"]):
     def _store_lost(self, quiet: float) -> tuple[int | None, str]:
         since = "does not answer any more" if self._broken else f"has not answered for {quiet:.0f} s"
         where = os.environ.get("MASTER_ADDR", "an unknown host")
-        if _agent_keeps_store():
+        if agent_keeps_store():
             return None, f"torchrun's agent on {where}, through which the ranks meet, {since}"
         keeper = self._heard.get(0)
         if keeper is None:
@@ -416,11 +418,6 @@ def _is_tcp(store: Store) -> bool:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return isinstance(store, TCPStore)
-
-
-def _agent_keeps_store() -> bool:
-    """Whether torchrun's agent keeps the store and not rank 0."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _is_of_communication(error: BaseException) -> bool:

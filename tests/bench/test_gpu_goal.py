@@ -43,11 +43,27 @@ def test_what_is_written(tmp_path):
     (path,) = (tmp_path / "out").iterdir()
     assert path.name.startswith("tests_nvidia-h200_20")
     report = json.loads(path.read_text())
-    assert report["counts"] == {"passed": 2, "failed": 1, "skipped": 1} and report["version"] == 1
+    assert report["counts"] == {"passed": 2, "failed": 1, "skipped": 1} and report["version"] == 2
+    assert report["complete"]
     found = {name.rpartition("::")[2]: outcome for name, outcome in report["tests"].items()}
     assert found["test_bad"]["why"] == "AssertionError: one is not two"
     assert found["test_skipped"]["why"] == "Skipped: not today"
     assert not report["fused_path_ran"] and "no fused kernel" in failed.stderr
+
+
+def test_a_run_that_is_ended_keeps_what_there_is(tmp_path):
+    (tmp_path / "test_cases.py").write_text(
+        "import os, signal, time\ndef test_good(): ...\n"
+        "def test_long():\n    os.kill(os.getpid(), signal.SIGTERM)\n    time.sleep(60)\n"
+    )
+    code = (
+        "import sys; from pathlib import Path; from tests import gpu\n"
+        "sys.exit(gpu.run_tests(sys.argv[1:2], Path(sys.argv[2]), gpu.Outcome('x', 1), 'NVIDIA H200'))"
+    )
+    assert python("-c", code, str(tmp_path / "test_cases.py"), str(tmp_path / "out")).returncode == 1
+    (path,) = (tmp_path / "out").iterdir()
+    report = json.loads(path.read_text())
+    assert not report["complete"] and report["counts"] == {"passed": 1}
 
 
 def test_options_alone_choose_all_gpu_tests():

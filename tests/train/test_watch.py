@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megatron_mhar.config.load import load_config
+from megatron_mhar.config.schema import ParallelConfig
 from megatron_mhar.errors import UserError
 from megatron_mhar.run_files import RunFiles
 from megatron_mhar.tracking.journal import load_metrics
@@ -249,16 +250,45 @@ def test_errors_of_communication_are_known_also_behind_another():
     assert not _is_of_communication(UserError("data.train: no such file"))
 
 
+def test_ranks_that_do_not_start_are_named(monkeypatch):
+    from megatron_mhar.train import distributed
+
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    rank = {"WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    code = "from megatron_mhar.train import distributed; distributed._meet(20)"
+    # The second one waits as long for the first as for the others.
+    second = subprocess.Popen([sys.executable, "-c", code], env=os.environ | rank | {"RANK": "1"}, cwd=ROOT,
+                              stderr=subprocess.PIPE, text=True)  # fmt: skip
+    for key, value in (rank | {"RANK": "0"}).items():
+        monkeypatch.setenv(key, value)
+    missing = (
+        rf"of 4 ranks 2 \(2, 3\) have not come to localhost:{port} within \d+ s \(parallel.join_s\): they hang, or"
+    )
+    with pytest.raises(torch.distributed.DistStoreError, match=missing):
+        distributed._meet(30)
+    assert re.search(missing, second.communicate(timeout=60)[1])
+    monkeypatch.setenv("RANK", "1")
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        monkeypatch.setenv("MASTER_PORT", str(probe.getsockname()[1]))
+    with pytest.raises(
+        torch.distributed.DistStoreError, match=r"rank 1 does not reach rank 0; it has not come to \S+ wi"
+    ):
+        distributed._meet(1)
+
+
 def test_one_rank_has_no_thread(one_rank, tmp_path):
     before = threading.active_count()
-    with Watch(RunFiles(tmp_path), heartbeat_s=1, timeout_s=1):
+    with Watch(RunFiles(tmp_path), ParallelConfig(heartbeat_s=1)):
         assert threading.active_count() == before
 
 
 def test_ranks_that_met_through_a_file_are_told_that_they_are_not_watched(one_rank, tmp_path, monkeypatch, caplog):
     store = torch.distributed.FileStore(str(tmp_path / "store"), 2)
     monkeypatch.setattr(watch, "_default_store", lambda: store)
-    watched = Watch(RunFiles(tmp_path), heartbeat_s=1, timeout_s=7)
+    watched = Watch(RunFiles(tmp_path), ParallelConfig(heartbeat_s=1, timeout_s=7))
     watched.world = 2
     before = threading.active_count()
     with watched:
