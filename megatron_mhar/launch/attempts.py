@@ -52,6 +52,11 @@ def started(attempts: Sequence[Attempt]) -> bool:
     return "start" in last.values()
 
 
+def requeued(attempts: Sequence[Attempt]) -> bool:
+    """Whether the last job to end has asked to be started again."""
+    return bool(attempts) and attempts[-1].event == "end" and "; requeued" in attempts[-1].text
+
+
 def _parse(line: str) -> Attempt | None:
     try:
         time, event, job, restart, step, text = line.split("\t")

@@ -12,9 +12,11 @@ from typing import Literal
 
 from megatron_mhar.config.load import load_config
 from megatron_mhar.errors import UserError
-from megatron_mhar.launch.attempts import Attempt, read_attempts, started
+from megatron_mhar.launch.attempts import Attempt, read_attempts, requeued, started
 from megatron_mhar.run_files import RunFiles, RunSummary, checkpoint_steps
 from megatron_mhar.tracking.journal import read_journal
+
+State = Literal["finished", "running", "ended", "requeued", "silent", "new"]
 
 _REPORTS = 200  # the newest ones, by which speed is judged
 _PAUSE = 20  # so many times the usual time of a step is a pause between two starts
@@ -28,7 +30,8 @@ class RunState:
     Attributes:
         name: of the run.
         state: ``finished``; ``running`` (it has said something lately); ``ended`` (its last start has an end);
-            ``silent`` (it should run and says nothing); ``new`` (no step is done).
+            ``requeued`` (the same, but its job has asked to be started again); ``silent`` (it should run and says
+            nothing); ``new`` (no step is done).
         step: last step in the journal. After a resume it may be lower than one before.
         steps: of the whole run.
         step_seconds: mean of the last reports, evaluations and saves in it; None before two reports.
@@ -43,7 +46,7 @@ class RunState:
     """
 
     name: str
-    state: Literal["finished", "running", "ended", "silent", "new"]
+    state: State
     step: int
     steps: int
     step_seconds: float | None
@@ -94,11 +97,11 @@ def read_state(run_dir: Path, *, now: datetime | None = None) -> RunState:
     if failure is not None and heard is not None and failure[0] < heard:
         failure = None
     summary = RunSummary.read(files.summary) if files.summary.is_file() else None
-    state: Literal["finished", "running", "ended", "silent", "new"]
+    state: State
     if summary is not None and summary.steps == config.training.steps:
         state = "finished"
     elif failure is not None or (attempts and not started(attempts)):
-        state = "ended"
+        state = "requeued" if requeued(attempts) else "ended"
     elif heard is None:
         state = "new"
     else:

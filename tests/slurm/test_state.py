@@ -70,7 +70,7 @@ def test_running(run_dir: Path) -> None:
 def test_an_end_is_told_and_what_was_not_saved_is_to_be_done_again(run_dir: Path) -> None:
     write_attempts(run_dir, START, END)
     state = read_state(run_dir, now=NOW)
-    assert state.state == "ended" and state.attempts[-1].text.startswith("rank 3 on node2")
+    assert state.state == "requeued" and state.attempts[-1].text.startswith("rank 3 on node2")
     assert state.remaining() == timedelta(seconds=140)
 
 
@@ -120,6 +120,7 @@ def test_the_end_of_another_job_is_not_the_runs(run_dir: Path) -> None:
     start, end = (("2026-01-02T11:00:01Z", event, "13", "0", "0", "text") for event in ("start", "end"))
     for lines, state in (
         ((START, start, end), "running"), ((START, start, END), "running"), ((START, start, END, end), "ended"),
+        ((START, end, END), "requeued"), ((START, (*END[:5], "rank 3 failed; gave up")), "ended"),
     ):  # fmt: skip
         write_attempts(run_dir, *lines)
         assert read_state(run_dir, now=NOW).state == state
@@ -156,7 +157,7 @@ def test_command(run_dir: Path) -> None:
     shown = CliRunner().invoke(status, [str(run_dir)], catch_exceptions=False)
     assert shown.exit_code == 0
     for text in (
-        "run: ended, step 40 of 100 (40.0%)", "2 min 20 s of training, at 2 s a step", "1,040 tokens/s",
+        "run: requeued, step 40 of 100 (40.0%)", "2 min 20 s of training, at 2 s a step", "1,040 tokens/s",
         "training 4.6000 (step 40), validation 4.4000 (step 40)", "newest complete one is of step 30",
         "job 12, start from step 0 on node[1-2]", "was killed by SIGKILL; requeued", "log.txt\n    two\n",
     ):  # fmt: skip
