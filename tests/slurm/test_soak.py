@@ -93,7 +93,10 @@ def test_nothing_is_lost(
         runs += 1
         folder = tmp_path / str(runs)
         folder.mkdir()
-        job = Job(corpus, folder, output_dir, f"soak-{runs}", MHAR_RETRIES="1000", MHAR_WAIT="20")
+        level = chance.choice(("full", "quick", "quick"))  # the full check takes as long as the rest of a start
+        job = Job(
+            corpus, folder, output_dir, f"soak-{runs}", MHAR_RETRIES="1000", MHAR_WAIT="20", MHAR_HEALTH_CHECK=level
+        )
         job.submit()
         try:
             last = time.monotonic()
