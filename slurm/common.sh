@@ -20,7 +20,7 @@ set -euo pipefail
 : "${MHAR_RETRIES:=3}"                      # requeues in a row that bring no newer checkpoint, then the job gives up
 : "${MHAR_HEALTH_CHECK:=full}"              # of the nodes, before each start: full; quick (no all-reduce); off
 : "${MHAR_EXCLUDE_NODES:=2}"                # nodes found bad that a job may exclude and ask others for; then it gives up
-: "${MHAR_WAIT:=240}"                       # seconds that srun stays for other nodes once the ranks of one have ended
+: "${MHAR_WAIT:=240}"                       # seconds for ranks to end once those of another node have; then srun kills
 # ----------------------------------------------------------------------------------------------------------------------
 
 # Set by mhar submit: say what would be started and start nothing.
@@ -40,6 +40,7 @@ for name in MHAR_RETRIES MHAR_EXCLUDE_NODES MHAR_WAIT; do
   esac
   printf -v "$name" '%d' "$((10#${!name}))" # 08 is 8
 done
+[ "$MHAR_WAIT" -gt 0 ] || refuse "MHAR_WAIT: 0 given, which srun takes for ever; it must be 1 or more"
 [ -x "$MHAR_ROOT/launch/node" ] ||
   refuse "$MHAR_ROOT/launch/node cannot be run on $HOSTNAME: a checkout lost its modes, or lies on a noexec file system"
 # Relative to the checkout; a mount of a container must be absolute.

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,6 +26,7 @@ TESTS = (
     "tests/train/test_optimizer.py", "tests/train/test_profile.py",
 )  # fmt: skip
 VERSION = 2  # of the JSON
+WRITE_EVERY_S = 5
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class TestReport:
-    """The JSON of a run; not ``complete`` if a signal ended it before its last test."""
+    """The JSON of a run; while it goes on, or if it was ended before its last test, it is not ``complete``."""
 
     __test__ = False
 
@@ -57,9 +57,27 @@ class TestReport:
 
 @dataclass
 class Recorder:
-    """A plugin of pytest's that keeps outcomes, by test."""
+    """A plugin of pytest's that keeps outcomes, by test.
 
+    Attributes:
+        write: called now and then with whether all is done: a time limit may end us at any moment.
+        outcomes: by test.
+        collected: names of the tests that there are.
+    """
+
+    write: Callable[[bool], None]
     outcomes: dict[str, Outcome] = field(default_factory=dict)
+    collected: set[str] = field(default_factory=set)
+    _written: float = 0.0
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Without workers."""
+        self.collected |= {item.nodeid for item in session.items}
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
+        """With pytest-xdist: what one of its workers has found."""
+        self.collected |= set(ids)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """The call, or a set-up or tear-down that did not pass."""
@@ -72,6 +90,9 @@ class Recorder:
             crash = getattr(report.longrepr, "reprcrash", None)
             why = crash.message.splitlines()[0] if crash is not None else report.longreprtext.strip()[-200:]
         self.outcomes[report.nodeid] = Outcome(report.outcome, round(report.duration, 3), why)
+        if time.monotonic() - self._written > WRITE_EVERY_S:
+            self.write(False)
+            self._written = time.monotonic()
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """A file that cannot be read."""
@@ -79,30 +100,32 @@ class Recorder:
             self.outcomes[report.nodeid] = Outcome("failed", 0.0, report.longreprtext.strip().splitlines()[-1])
 
 
-def selection(arguments: Sequence[str]) -> list[str]:
-    """pytest's arguments: with all GPU tests if there are options only, no file, folder or test."""
-    chosen = any(Path(argument.partition("::")[0]).exists() for argument in arguments)
-    return [*arguments, *(() if chosen else TESTS)]
-
-
 def run_tests(arguments: Sequence[str], folder: Path, machine: object, device: str) -> int:
     """Run tests and write the JSON; 0 if all passed and the fused path was among them."""
     from megatron_mhar.bench.report import write_json
 
-    recorder, start = Recorder(), time.time()
-    # The project's options are for its own environment: without pytest-timeout they would be refused.
-    options = ["--rootdir", str(ROOT), "-o", "addopts=--import-mode=importlib", "-ra", "-p", "no:cacheprovider"]
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # of a time limit: what there is so far is kept
-    code = pytest.main([*options, *arguments], plugins=[recorder])
-    fused = getattr(recorder.outcomes.get(FUSED_PATH), "outcome", "") == "passed"
+    start = time.time()
     date = time.strftime("%Y-%m-%d", time.gmtime(start))
-    counts = Counter(outcome.outcome for outcome in recorder.outcomes.values())
-    report = TestReport(
-        VERSION, "tests", date, machine, code != pytest.ExitCode.INTERRUPTED, fused, dict(counts),
-        round(time.time() - start, 1), recorder.outcomes,
-    )  # fmt: skip
     path = folder / f"tests_{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}_{date}.json"
-    write_json(report, path)
+
+    def fused_path_ran() -> bool:
+        return getattr(recorder.outcomes.get(FUSED_PATH), "outcome", "") == "passed"
+
+    def write(complete: bool) -> None:
+        counts = Counter(outcome.outcome for outcome in recorder.outcomes.values())
+        report = TestReport(
+            VERSION, "tests", date, machine, complete, fused_path_ran(), dict(counts), round(time.time() - start, 1),
+            recorder.outcomes,
+        )  # fmt: skip
+        write_json(report, path)
+
+    recorder = Recorder(write)
+    # The project's options are for its own environment: without pytest-timeout they would be refused.
+    options = ["--rootdir", str(ROOT), "-o", "addopts=--import-mode=importlib", "-o", f"testpaths={' '.join(TESTS)}"]
+    code = pytest.main([*options, "-ra", "-p", "no:cacheprovider", *arguments], plugins=[recorder])
+    write(code in (0, 1) and set() < recorder.collected <= recorder.outcomes.keys())
+    fused = fused_path_ran()
+    counts = Counter(outcome.outcome for outcome in recorder.outcomes.values())
     print(f"\n{', '.join(f'{count} {outcome}' for outcome, count in counts.items())}: {path}")
     if not fused:
         print(f"FAILED: {FUSED_PATH} has not passed: no fused kernel is known to have run", file=sys.stderr)
@@ -121,7 +144,7 @@ def main() -> int:
     print("\n".join(machine.lines()))
     os.environ.pop("TRITON_INTERPRET", None)  # it would lead the kernels away from the GPU
     folder = Path(os.environ.get("RESULTS") or ROOT / "results/gpu")
-    return run_tests(selection(sys.argv[1:]), folder, machine, machine.device)
+    return run_tests(sys.argv[1:], folder, machine, machine.device)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def started(attempts: Sequence[Attempt]) -> bool:
 
 
 def requeued(attempts: Sequence[Attempt]) -> bool:
-    """Whether the last job to end has asked to be started again."""
+    """Whether the last job to end has asked to be started again. That it was cancelled since is not known here."""
     return bool(attempts) and attempts[-1].event == "end" and "; requeued" in attempts[-1].text
 
 

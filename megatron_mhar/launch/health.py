@@ -35,7 +35,6 @@ MEET_S = 300.0  # nodes of one job start within seconds, but some may have to fe
 _SILENT_S = 15.0  # then it is said who waits for whom
 _ANSWER_S = 30.0
 _PROBE_S = 300.0  # longer than the time-out of its collectives
-_DEAD_S = 30  # of a node that has lost its power or its network, until its connection breaks
 _CLOCK_S = 5.0  # time servers keep nodes within milliseconds
 _LEAST_TEMPORARY = 1 << 30  # bytes: compiled kernels of Triton and Inductor
 _MOST_USED = 0.1  # of a GPU's memory, before a rank has started; what the driver itself takes is less
@@ -93,7 +92,8 @@ def check_nodes(place: Place, *, logs: Path | None, level: Level) -> tuple[Place
         }
         verdict = meeting.exchange(own, lambda reports: judge_nodes(reports, place.nodes, meeting.where))
         hosts, order = _accept(verdict)
-        meeting.hosts = hosts
+        # In the order of ranks; connections have the numbers that the nodes came with.
+        meeting.hosts = [hosts[order.index(node)] for node in range(place.nodes)]
         place = replace(place, node=order.index(place.node))
         if level == "full" and place.nodes * place.ranks > 1:
             _accept(
@@ -356,10 +356,13 @@ class _Link:
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
         self._received = b""
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (("TCP_KEEPIDLE", _DEAD_S // 2), ("TCP_KEEPINTVL", _DEAD_S // 6), ("TCP_KEEPCNT", 3)):
+
+    def keep(self, dead_s: int) -> None:
+        """Let the connection break once the other machine has been dead or out of reach for ``dead_s``."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (("TCP_KEEPIDLE", dead_s // 2), ("TCP_KEEPINTVL", dead_s // 6), ("TCP_KEEPCNT", 3)):
             if hasattr(socket, name):  # not on every system
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+                self.socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def send(self, message: Mapping[str, Any]) -> None:
         self.socket.sendall(json.dumps(message).encode() + b"\n")
@@ -372,21 +375,24 @@ class _Link:
             if not data:
                 raise OSError("the connection has been closed")
             self._received += data
-        line, _, self._received = self._received.partition(b"\n")
-        return json.loads(line)
+        return self._message()
 
-    def has_news(self) -> bool:
-        """Whether there is something to receive, or the connection is broken."""
-        if self._received:
-            return True
+    def news(self) -> Any:
+        """What has been received whole by now, None if nothing has."""
         self.socket.setblocking(False)
         try:
-            self.socket.recv(1, socket.MSG_PEEK)
+            while b"\n" not in self._received:
+                data = self.socket.recv(1 << 16)
+                if not data:
+                    raise OSError("the connection has been closed")
+                self._received += data
         except BlockingIOError:
-            return False
-        except OSError:
-            pass
-        return True
+            return None
+        return self._message()
+
+    def _message(self) -> Any:
+        line, _, self._received = self._received.partition(b"\n")
+        return json.loads(line)
 
     def close(self) -> None:
         self.socket.close()
@@ -413,7 +419,7 @@ class Meeting:
         self.where = f"{place.address}:{place.port}"
         self.hosts: list[str] = []
         self._links: dict[int, _Link] = {}
-        self._ended: dict[str, int | None] = {}
+        self._ended: dict[int, int | None] = {}
         end = time.monotonic() + timeout_s
         if place.nodes > 1:
             self._listen(end) if place.node == 0 else self._connect(end)
@@ -452,22 +458,30 @@ class Meeting:
                 link.send(verdict)
         return verdict
 
-    def ended(self) -> Mapping[str, int | None]:
-        """Hosts of the nodes that have left, with what they have left with; None if a node is lost.
+    def keep(self, dead_s: int) -> None:
+        """Take a node for lost once its machine has been dead or out of reach for ``dead_s``."""
+        for link in self._links.values():
+            link.keep(dead_s)
+
+    def ended(self) -> Mapping[int, int | None]:
+        """Nodes that have left, by the number that they came with, and the code they left with; None for a lost one.
 
         Node 0 knows of every node, the others know of node 0.
         """
-        for node, link in [(node, link) for node, link in self._links.items() if link.has_news()]:
+        for node, link in list(self._links.items()):
             try:
-                code = int(link.receive(_ANSWER_S)["left"])
+                news = link.news()
+                if news is None:
+                    continue
+                code = int(news["left"])
             except (OSError, ValueError, KeyError, TypeError):
                 code = None
-            self._ended[self.hosts[node]] = code
+            self._ended[node] = code
             self._links.pop(node).close()
         return self._ended
 
     def leave(self, code: int) -> None:
-        """Tell the others that the ranks of this node have ended, with ``code``."""
+        """Tell the others that the ranks of this node end with ``code``; what it is first told holds."""
         for link in self._links.values():
             with contextlib.suppress(OSError):
                 link.send({"left": code})

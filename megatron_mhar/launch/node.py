@@ -40,6 +40,7 @@ BAD_INPUT = 2  # exit code of mhar for what a repetition does not mend
 UNHEALTHY = 3
 _LOST = 128 + signal.SIGKILL  # exit code where another node is lost: as if all there had been killed
 _POLL_S = 0.1
+_SAVE_S = 300  # for ranks that may be saving
 _KILL_AFTER_S = 10  # between SIGTERM and SIGKILL for ranks that hang once another has failed
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _PR_SET_PDEATHSIG = 1
@@ -172,19 +173,21 @@ class Node:
         code, over = 0, None  # when the first one ended well
         while left := [rank for rank in self._ranks if rank.poll() is None]:
             failed = [rank for rank in self._ranks if rank.poll()]
+            elsewhere = self.meeting.ended()
+            patience_s = self.patience_s
             if failed:
                 code = self._explain(failed)
-                self._end(self.patience_s)
-                break
-            elsewhere = self.meeting.ended()
-            if any(ended != 0 for ended in elsewhere.values()) and (code := self._tell_of_nodes(elsewhere)):
-                self._end(self.patience_s)
-                break
-            if over is None and (0 in elsewhere.values() or len(left) < len(self._ranks)):
+            elif None in elsewhere.values():
+                code, patience_s = self._tell_of_lost(elsewhere), _SAVE_S
+            elif any(elsewhere.values()) and not self._noticed:  # who was told to stop may end with any code
+                code = self._tell_of_failed(elsewhere)
+            elif over is not None and time.monotonic() - over > self.linger_s:
+                code, patience_s = self._tell_of_hung(left), 0
+            elif over is None and (0 in elsewhere.values() or len(left) < len(self._ranks)):
                 over = time.monotonic()
-            if over is not None and time.monotonic() - over > self.linger_s:
-                code = self._tell_of_hung(left)
-                self._end(0)
+            if code:
+                self.meeting.leave(code)
+                self._end(patience_s)
                 break
             time.sleep(_POLL_S)
         failed = [rank for rank in self._ranks if rank.poll()]
@@ -222,21 +225,23 @@ class Node:
         say(reason)
         return code
 
-    def _tell_of_nodes(self, elsewhere: Mapping[str, int | None]) -> int:
-        """Say which node is lost, or has ranks that failed, and leave the former for the job; the exit code.
+    def _tell_of_lost(self, elsewhere: Mapping[int, int | None]) -> int:
+        """Say which nodes are lost, leave it for the job, and tell the ranks to stop; the exit code.
 
-        0 if the ranks here may go on: once they were told to stop they do not end all with 0, nor at the same time.
+        Those that train may be saving already, if only that node's launch/node is gone. Others end at once.
         """
-        lost = [host for host, code in elsewhere.items() if code is None]
-        if lost:
-            reason = f"node {' and '.join(lost)} is lost: its launch/node has ended without a word, or is out of reach"
-            leave_reason(self.logs, self.place.node, _LOST, reason)
-            say(reason)
-            return _LOST
-        if self._noticed:
-            return 0
-        host, code = next((host, code) for host, code in elsewhere.items() if code)
-        say(f"the ranks on {host} have failed, with code {code}; those on {host_name()} are ended")
+        lost = [self.meeting.hosts[node] for node, code in elsewhere.items() if code is None]
+        reason = f"node {' and '.join(lost)} is lost: its launch/node has ended without a word, or is out of reach"
+        leave_reason(self.logs, self.place.node, _LOST, reason)
+        say(reason)
+        self._tell(signal.SIGUSR1)
+        return _LOST
+
+    def _tell_of_failed(self, elsewhere: Mapping[int, int | None]) -> int:
+        """Say on which node ranks have failed, which has left the reason itself; the exit code."""
+        failed = [(code != BAD_INPUT, node, code) for node, code in elsewhere.items() if code]
+        _, node, code = min(failed)
+        say(f"the ranks on {self.meeting.hosts[node]} have failed, with code {code}; those on {host_name()} are ended")
         return code
 
     def _tell_of_hung(self, hung: Sequence[Rank]) -> int:
@@ -306,9 +311,16 @@ def main(arguments: Sequence[str]) -> int:
         logs = logs or run_dir / "logs" / time.strftime("%Y%m%d-%H%M%S")
         patience_s = config.parallel.heartbeat_s + 15
         linger_s = patience_s + config.tracking.drain_timeout_s
+        meeting.keep(max(30, config.parallel.heartbeat_s))
+        code = 1
         with meeting:
-            code = Node(place, command, logs, meeting, patience_s=patience_s, linger_s=linger_s).run()
-            meeting.leave(code)
+            try:
+                code = Node(place, command, logs, meeting, patience_s=patience_s, linger_s=linger_s).run()
+            except OSError as error:
+                leave_reason(logs, place.node, code, f"launch/node on {host_name()} cannot start ranks: {error}")
+                raise
+            finally:
+                meeting.leave(code)
         return code
     except UserError as error:
         if node == 0:

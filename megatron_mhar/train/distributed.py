@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
+import time
 from collections.abc import Callable
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch.distributed import (  # type: ignore[attr-defined]
+    DistError,
     DistNetworkError,
     DistStoreError,
     HashStore,
@@ -23,6 +26,9 @@ from megatron_mhar.config.layout import check_layout as check_layout
 from megatron_mhar.config.load import flatten
 from megatron_mhar.config.schema import RunConfig
 from megatron_mhar.errors import UserError
+
+_ALL_HERE = "all"
+_JUDGED_S = datetime.timedelta(seconds=5)  # until everyone has heard of a rank that has not come
 
 
 def rank() -> int:
@@ -75,11 +81,14 @@ def initialize(config: RunConfig) -> torch.device:
                     raise UserError(
                         f"{key}: missing, with WORLD_SIZE {world_size()}; torchrun and launch/node set it for each rank"
                     )
-            store = _meet(config.parallel.join_s)
-            store.set_timeout(timeout)
-            torch.distributed.init_process_group(
-                platform.BACKEND, store=store, rank=rank(), world_size=world_size(), timeout=timeout
-            )
+            if agent_keeps_store():  # and torchrun itself sees to it that all ranks start
+                torch.distributed.init_process_group(platform.BACKEND, timeout=timeout)
+            else:
+                store = _meet(config.parallel.join_s)
+                store.set_timeout(timeout)
+                torch.distributed.init_process_group(
+                    platform.BACKEND, store=store, rank=rank(), world_size=world_size(), timeout=timeout
+                )
     try:
         _check_same(config)
     except UserError:
@@ -119,33 +128,42 @@ def initialize(config: RunConfig) -> torch.device:
 
 
 def _meet(join_s: int) -> Store:
-    """The store at MASTER_ADDR, once all ranks have come to it.
+    """The store that rank 0 keeps at MASTER_ADDR, once all ranks have come to it.
 
     torch itself waits as long for ranks that start as for a collective, and does not say who is missing.
     """
-    agent, timeout = agent_keeps_store(), datetime.timedelta(seconds=join_s)
+    limit, size = datetime.timedelta(seconds=join_s), world_size()
     address, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT", 0)
     where = f"come to {address}:{port} within {join_s} s (parallel.join_s)"
     try:
-        store: Store = TCPStore(
-            address, port, world_size(), is_master=rank() == 0 and not agent, timeout=timeout, wait_for_workers=False,
-            multi_tenant=True,  # a process may train one run after another
-        )  # fmt: skip
-        store = PrefixStore(f"mhar/join/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        keys = [f"{number}" for number in range(world_size())]
-        store.set(keys[rank()], "here")
+        store = TCPStore(
+            address, port, size, is_master=rank() == 0, timeout=limit, wait_for_workers=False, multi_tenant=True
+        )
     except DistNetworkError as error:
         if rank() == 0:
             raise
-        raise DistStoreError(f"rank {rank()} does not reach rank 0; it has not {where}: {error}") from error
+        raise DistStoreError(f"rank {rank()} does not reach rank 0; it has not {where}: {error}") from None
+    met = PrefixStore("mhar/join", store)
+    keys = [f"{number}" for number in range(size)]
     try:
-        store.wait(keys, timeout)
-    except DistStoreError as error:
-        missing = [key for key in keys if not store.check([key])]
-        shown = ", ".join(missing[:8]) + (" ..." if len(missing) > 8 else "")
-        raise DistStoreError(
-            f"of {len(keys)} ranks {len(missing)} ({shown}) have not {where}: they hang, or their node is lost"
-        ) from error
+        met.set(keys[rank()], "here")
+        if met.add("count", 1) == size:
+            met.compare_set("outcome", "", _ALL_HERE)
+        # Rank 0 judges: it has waited longest of those that have come, and keeps what they wait for.
+        with contextlib.suppress(DistStoreError):
+            met.wait(["outcome"], limit if rank() == 0 else limit + _JUDGED_S)
+        if rank() == 0 and not met.check(["outcome"]):
+            missing = [key for key in keys if not met.check([key])]
+            shown = ", ".join(missing[:8]) + (" ..." if len(missing) > 8 else "")
+            text = f"of {size} ranks {len(missing)} ({shown}) have not {where}: they hang, or their node is lost"
+            met.compare_set("outcome", "", text)  # stays as it is if the last one has come meanwhile
+        outcome = met.get("outcome").decode()
+    except DistError as error:
+        raise DistStoreError(f"rank 0 is lost; it had come, but not all others had {where}: {error}") from None
+    if outcome != _ALL_HERE:
+        if rank() == 0:
+            time.sleep(_JUDGED_S.total_seconds())  # for the others to hear
+        raise DistStoreError(outcome)
     return store
 
 

@@ -25,6 +25,7 @@ import sys
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -39,7 +40,7 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: i
 from megatron_mhar.config.schema import ParallelConfig
 from megatron_mhar.errors import UserError
 from megatron_mhar.run_files import RunFiles, checkpoint_steps
-from megatron_mhar.train.distributed import agent_keeps_store
+from megatron_mhar.train.distributed import agent_keeps_store, on_first_rank
 
 logger = logging.getLogger("megatron_mhar")
 
@@ -47,8 +48,6 @@ EXIT_CODE = 1
 _BEATS = 6  # within heartbeat_s
 _LEAVING_POLL_S = 0.05
 _PACKAGE = __name__.partition(".")[0] + "."
-# Runs of one process have keys of their own. All ranks run the same, and so count alike.
-_runs = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -208,8 +207,8 @@ class Watch(AbstractContextManager["Watch"]):
                 )  # fmt: skip
             return self
         self._main = threading.get_ident()
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        prefix = f"mhar/watch/{attempt}/{next(_runs)}"
+        # A store may outlive a run and, with torchrun, its ranks; agents count restarts each for itself.
+        prefix = f"mhar/watch/{on_first_rank(lambda: uuid.uuid4().hex)}"
         for rank in _first_watched(self.rank, self.world, keeper=None if agent_keeps_store() else 0):
             self._watch(rank)
         for target, arguments in ((self._beat_and_listen, (store, prefix)), (self._judge, ())):

@@ -51,27 +51,34 @@ def test_what_is_written(tmp_path):
     assert not report["fused_path_ran"] and "no fused kernel" in failed.stderr
 
 
-def test_a_run_that_is_ended_keeps_what_there_is(tmp_path):
-    (tmp_path / "test_cases.py").write_text(
-        "import os, signal, time\ndef test_good(): ...\n"
-        "def test_long():\n    os.kill(os.getpid(), signal.SIGTERM)\n    time.sleep(60)\n"
-    )
-    code = (
-        "import sys; from pathlib import Path; from tests import gpu\n"
-        "sys.exit(gpu.run_tests(sys.argv[1:2], Path(sys.argv[2]), gpu.Outcome('x', 1), 'NVIDIA H200'))"
-    )
-    assert python("-c", code, str(tmp_path / "test_cases.py"), str(tmp_path / "out")).returncode == 1
+RUN = (
+    "import sys; from pathlib import Path; from tests import gpu; gpu.TESTS, gpu.WRITE_EVERY_S = sys.argv[1:2], 0\n"
+    "sys.exit(gpu.run_tests(sys.argv[3:], Path(sys.argv[2]), gpu.Outcome('x', 1), 'NVIDIA H200'))"
+)
+
+
+def test_a_run_that_is_killed_keeps_what_there_is(tmp_path):
+    file = tmp_path / "test_cases.py"
+    file.write_text("import os\ndef test_good(): ...\ndef test_killed(): os.kill(os.getpid(), 9)\n")
+    assert python("-c", RUN, str(file), str(tmp_path / "out")).returncode == -9
     (path,) = (tmp_path / "out").iterdir()
     report = json.loads(path.read_text())
     assert not report["complete"] and report["counts"] == {"passed": 1}
 
 
-def test_options_alone_choose_all_gpu_tests():
-    from tests.gpu import TESTS, selection
+@pytest.mark.parametrize("options,count,complete", [(["-q", "-k", "test"], 2, True), (["-x"], 1, False)])
+def test_options_alone_choose_all_gpu_tests(tmp_path, options, count, complete):
+    file = tmp_path / "test_cases.py"
+    file.write_text("def test_bad(): assert False\ndef test_good(): ...\n")
+    assert python("-c", RUN, str(file), str(tmp_path / "out"), *options).returncode == 1
+    (path,) = (tmp_path / "out").iterdir()
+    report = json.loads(path.read_text())
+    assert sum(report["counts"].values()) == count and report["complete"] == complete
 
-    assert selection(["-q", "-n", "11"]) == ["-q", "-n", "11", *TESTS] and selection([]) == [*TESTS]
-    chosen = [f"{__file__}::test_what_is_written", "-q"]
-    assert selection(chosen) == chosen
+
+def test_gpu_tests_are_there():
+    from tests.gpu import TESTS
+
     assert all((ROOT / test).exists() for test in TESTS)
 
 

@@ -169,6 +169,7 @@ def test_a_run_that_another_job_trains_is_left_alone(job: Job) -> None:
 
 
 @pytest.mark.parametrize("environment,message", [
+    ({"MHAR_WAIT": "0"}, "MHAR_WAIT: 0 given, which srun takes for ever; it must be 1 or more"),
     ({"MHAR_RETRIES": "often"}, "MHAR_RETRIES: 'often' given, but it must be a whole number of 0 or more"),
     ({"MHAR_VENV": "/no/venv"}, "MHAR_VENV: /no/venv has no bin/mhar on "),
     ({"MHAR_CONTAINER": "img"}, "MHAR_CONTAINER: img given, but srun of this cluster knows no --container-image"),

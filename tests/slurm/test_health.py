@@ -202,6 +202,40 @@ def test_nodes_meet_and_hear_the_same() -> None:
     assert all(abs(message["offset_s"]) < 5 for message in heard[0].values())
 
 
+def test_a_lost_node_has_its_own_name_where_the_topology_orders_nodes_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three nodes on two switches; the one in the middle by number is the last by rank, and is lost."""
+    port, met = free_port(), dict[int, tuple[Place, Meeting]]()
+    switches, names = ("s.l1", "s.l2", "s.l1"), threading.local()
+    monkeypatch.setattr(health, "host_name", lambda: f"host{names.number}")
+    monkeypatch.setattr(health, "node_problems", lambda ranks: [])
+
+    class Environment(dict[str, str]):
+        def get(self, key: str, default: Any = None) -> Any:
+            return f"{switches[names.number]}.host{names.number}" if key == "SLURM_TOPOLOGY_ADDR" else default
+
+    monkeypatch.setattr(health.os, "environ", Environment())
+
+    def node(number: int) -> None:
+        names.number = number
+        met[number] = check_nodes(Place(number, 3, 1, "localhost", port), logs=None, level="quick")
+
+    threads = [threading.Thread(target=node, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert [met[number][0].node for number in range(3)] == [0, 2, 1]
+    met[1][1].close()
+    meeting = met[0][1]
+    for _ in range(100):
+        if meeting.ended():
+            break
+        threading.Event().wait(0.02)
+    assert {meeting.hosts[number]: code for number, code in meeting.ended().items()} == {"host1": None}
+    for _, meeting in met.values():
+        meeting.close()
+
+
 def test_who_does_not_come_is_missing() -> None:
     heard = meet(3, (0, 2), timeout_s=1.5)
     assert set(heard[0]) == {"0", "2"} and heard[0] == heard[2]

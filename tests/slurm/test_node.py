@@ -199,15 +199,31 @@ def test_what_becomes_of_another_node_ends_the_ranks_here(
         joined = pool.submit(lambda: Meeting(Place(1, 2, 1, "localhost", port), timeout_s=30))
         meeting, other = Meeting(Place(0, 2, 1, "localhost", port), timeout_s=30), joined.result()
     meeting.hosts = ["n1", "n2"]
-    if left is not None:
-        other.leave(left)
-    other.close()
+    # When it is lost it may be that the ranks here save: that takes longer than one that hangs is given.
+    script = """
+import signal
+signal.signal(signal.SIGUSR1, lambda *_: (time.sleep(2), print("saved"), sys.stdout.flush(), os._exit(0)))
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+    def end() -> None:
+        log = tmp_path / "logs/rank-00000.log"
+        while not log.exists() or "ready" not in log.read_text():
+            time.sleep(0.05)
+        if left is not None:
+            other.leave(left)
+            other.leave(left + 1)  # what it says first holds
+        other.close()
+
     begun = time.monotonic()
-    with meeting:
-        code, logs = run_ranks(tmp_path, "time.sleep(60)", ranks=1, meeting=meeting, patience_s=0.5, linger_s=1)
+    with meeting, ThreadPoolExecutor(1) as pool:
+        pool.submit(end)
+        code, logs = run_ranks(tmp_path, script, ranks=1, meeting=meeting, patience_s=0.5, linger_s=1)
     assert time.monotonic() - begun < 30
     said = capfd.readouterr().err
     if left is None:
+        assert (logs / "rank-00000.log").read_text() == "ready\nsaved\n"
         assert code == 137 and reason(logs) == (
             "137 node n2 is lost: its launch/node has ended without a word, or is out of reach"
         )

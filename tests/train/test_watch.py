@@ -257,8 +257,8 @@ def test_ranks_that_do_not_start_are_named(monkeypatch):
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
     rank = {"WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    code = "from megatron_mhar.train import distributed; distributed._meet(20)"
-    # The second one waits as long for the first as for the others.
+    code = "from megatron_mhar.train import distributed; distributed._meet(30)"
+    # The second one comes later, and would wait longer.
     second = subprocess.Popen([sys.executable, "-c", code], env=os.environ | rank | {"RANK": "1"}, cwd=ROOT,
                               stderr=subprocess.PIPE, text=True)  # fmt: skip
     for key, value in (rank | {"RANK": "0"}).items():
