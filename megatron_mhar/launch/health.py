@@ -226,9 +226,8 @@ def judge_nodes(reports: Mapping[int, Mapping[str, Any]], nodes: int, where: str
         apart = [abs(report["offset_s"] - other["offset_s"]) for other in reports.values() if other is not report]
         problems = list(report["problems"])
         if report["unseen"]:
-            problems.append(
-                f"it does not see {report['unseen']}, which the job has made: a file system is not mounted here"
-            )
+            problem = f"it does not see {report['unseen']}, which the job has made: a file system is not mounted here"
+            problems.append(problem + (", or output_dir is on none that both nodes share" if nodes == 2 else ""))
         if sum(seconds > _CLOCK_S for seconds in apart) > len(apart) / 2:
             problems.append(f"its clock is {max(apart):,.1f} s apart from the other nodes'")
         if problems:

@@ -126,6 +126,10 @@ def test_verdict_over_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_folder_that_one_node_does_not_see_is_that_nodes_fault() -> None:
     reason, bad = judged(report("a"), report("b"), report("c", unseen="/runs/logs"))
     assert bad == ["c"] and "node c is bad: it does not see /runs/logs, which the job has made" in reason
+    assert "output_dir" not in reason  # the others see it
+    assert judged(report("a"), report("b", unseen="/runs/logs"))[0].endswith(
+        "a file system is not mounted here, or output_dir is on none that both nodes share"
+    )
 
 
 def test_nodes_that_are_not_started_as_one_run_are_not_bad() -> None:
