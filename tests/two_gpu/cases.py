@@ -16,7 +16,6 @@ KILLED = "pp2", "rank 1 killed"  # the layout of the run whose rank 1 is killed,
 KILL_FOLDER = "kill"  # of that run, in the folder of all runs
 LONG = "350m", "mhar"  # phase and method that makes Options.long_steps steps under every layout
 SMALL_STEPS = 20  # of the fp32 phase, whose learning-rate schedule is made for them
-SEQUENCES = 8  # a step, over all ranks
 UNFIT = 2  # exit code of a rank on a machine that cannot run it
 HEARTBEAT_S = 10
 END_WITHIN_S = HEARTBEAT_S  # of the death of a rank: its process is seen to be gone before its silence tells
@@ -60,6 +59,8 @@ class Phase:
         tolerance: see there.
         recipe: folder in configs/ that the model is from; None for a small one of its own.
         overrides: further keys of the config.
+        sequences: of 1,024 tokens or so in a step, over all ranks. With 32 a step at 1B is bound by the devices and not
+            by launches, so that its speeds tell of both.
         micro_batches: a step in which pipelines cut its sequences; a rank of other layouts has one. Four fill both
             schedules, and cost the most.
         needs_gpu: whether a CPU cannot run it.
@@ -71,6 +72,7 @@ class Phase:
     tolerance: Tolerance
     recipe: str | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
+    sequences: int = 8
     micro_batches: int = 2
     needs_gpu: bool = False
     methods: tuple[str, ...] = METHODS
@@ -80,13 +82,14 @@ PHASES = {
     "fp32": Phase("four layers of width 64, fp32, local layers", 150, FP32),
     "checkpoint": Phase("100M shape, bf16: saved under TP2, gone on with under PP2", 120, BF16, "100m"),
     "350m": Phase("350M shape, bf16", 320, BF16, "350m", micro_batches=4),
-    "1b": Phase("1B shape, bf16", 300, BF16, "1b"),
+    "1b": Phase("1B shape, bf16", 420, BF16, "1b", sequences=32),
     "fp8": Phase(
         "1B shape, FP8 with the scale of each tensor",
         240,
         FP8,
         "1b",
         {"training.precision": "fp8", "training.fp8.recipe": "tensorwise"},
+        sequences=32,
         needs_gpu=True,
         methods=("baseline", "mhar"),
     ),  # fmt: skip

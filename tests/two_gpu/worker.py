@@ -40,7 +40,7 @@ with quiet_imports():
     from tests.conftest import write_corpus
     from tests.train import layout_worker
     from tests.two_gpu import cases
-    from tests.two_gpu.cases import LONG, MOVED, ONE, PHASES, SEQUENCES, Options, Record
+    from tests.two_gpu.cases import LONG, MOVED, ONE, PHASES, Options, Record
 
 ROOT = Path(__file__).parents[2]
 PARALLEL: dict[str, dict[str, Any]] = {ONE: {}} | {layout: layout_worker.LAYOUTS[2][layout] for layout in cases.LAYOUTS}
@@ -206,6 +206,7 @@ def shape_config(session: Session, layout: str, method: str, **keys: object) -> 
     phase, options = PHASES[session.phase], session.options
     recipe = ROOT / "configs" / str(phase.recipe) / f"{method}.yaml"
     ranks = 2 // math.prod(PARALLEL[layout].get(key, 1) for key in ("tensor", "pipeline")) if layout != ONE else 1
+    cut = phase.micro_batches if layout in cases.PIPELINES else 1
     values: dict[str, object] = {
         "name": f"{session.phase}-{layout}-{method}",
         "output_dir": str(session.alone if layout == ONE else session.runs),
@@ -221,8 +222,8 @@ def shape_config(session: Session, layout: str, method: str, **keys: object) -> 
         "optimizer.warmup_steps": 0,
         # The order of samples depends on it.
         "training.steps": max(options.steps, options.long_steps),
-        "training.global_batch_size": SEQUENCES,
-        "training.micro_batch_size": SEQUENCES // ranks // (phase.micro_batches if layout in cases.PIPELINES else 1),
+        "training.global_batch_size": phase.sequences,
+        "training.micro_batch_size": phase.sequences // ranks // cut,
         "parallel.timeout_s": TIMEOUT_S,
         "tracking.enabled": False,
         **{f"parallel.{key}": value for key, value in PARALLEL[layout].items()},
