@@ -267,8 +267,9 @@ def _run_here() -> Iterator[Check]:
         yield Check(group, "collectives", "ok", platform.BACKEND)
         layers = resolve_layers("auto")
         yield Check(group, "layers", "ok", layers)
-        yield Check(group, "routing backend", "ok", resolve_backend("auto", "cuda" if platform.HAS_GPU else "cpu"))
-        for operation, library in served_by(layers).items():
+        backend = resolve_backend("auto", "cuda" if platform.HAS_GPU else "cpu")
+        yield Check(group, "routing backend", "ok", backend)
+        for operation, library in served_by(layers, backend).items():
             yield Check(group, operation, "ok", library)
         yield _fp8(group, layers)
         if platform.HAS_GPU:

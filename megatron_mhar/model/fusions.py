@@ -40,13 +40,22 @@ def accumulate_in_layers(model: nn.Module) -> None:
             module.fuse_wgrad_accumulation = True
 
 
-def served_by(layers: str) -> dict[str, str]:
-    """Library of each operation here, for layers "local" or "transformer_engine"."""
-    engine = layers == "transformer_engine"
+def served_by(layers: str, sites: str | None) -> dict[str, str]:
+    """Library of each operation here.
+
+    Args:
+        layers: "local" or "transformer_engine".
+        sites: routing backend of sites that compute the norms of their sublayers; None where none do.
+    """
+    engine, torchs = layers == "transformer_engine", "apex" if apex_rms_norm() else "torch"
+    norm = "Transformer Engine" if engine else torchs
+    at_sites = "routing kernels" if sites == "triton" else torchs
+    if sites is not None and at_sites != norm:
+        norm = f"{at_sites} where a replacement form reads, {norm} elsewhere"
     accumulates = "apex" if APEX_ACCUMULATES else "torch"
     return {
         "gradient accumulation": f"Transformer Engine ({accumulates} for the output layer)" if engine else accumulates,
-        "norm": "Transformer Engine" if engine else "apex" if apex_rms_norm() else "torch",
+        "norm": norm,
         "optimizer": f"{_library(megatron_optimizer.Adam)} {megatron_optimizer.Adam.__name__}",
         "gradient norm and clipping": _library(clip_grads.multi_tensor_applier),
     }

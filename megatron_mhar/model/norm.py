@@ -13,10 +13,20 @@ class RMSNorm(nn.Module):
     """Root-mean-square norm over the last axis, statistics in fp32, weight of ones in ``config.params_dtype``.
 
     apex's kernel where it is built, else torch's. Its constructor is the one megatron-core's layer specs call.
+
+    Raises:
+        ValueError: the config asks for another norm.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__()
+        if config.normalization != "RMSNorm" or config.layernorm_zero_centered_gamma:
+            raise ValueError(
+                f"normalization={config.normalization!r}, layernorm_zero_centered_gamma="
+                f"{config.layernorm_zero_centered_gamma} given, but local layers, and sites that compute the norm of "
+                "their sublayer, have an RMS norm whose weight begins at one: set normalization='RMSNorm', or take "
+                "routed_stack_spec(layers='transformer_engine', site_norms=False)"
+            )
         self.eps = eps
         self._apex = apex_rms_norm()
         self.weight = nn.Parameter(

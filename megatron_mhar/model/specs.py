@@ -60,7 +60,8 @@ def routed_stack_spec(
         final_norm: norm before the output layer; by default Transformer Engine's for its layers, else our RMSNorm.
         site_norms: whether sites compute the norms of attention, MLP and MoE sublayers as the end of their reads
             ("local" and "transformer_engine", methods without a stream: a grafted model keeps its own norms to the
-            bit). Leave it off for FP8: Transformer Engine's product quantises in the same pass as it norms.
+            bit). Leave it off for FP8: Transformer Engine's product quantises in the same pass as it norms; and where
+            the config has another norm than RMSNorm, which is refused when the model is built.
 
     Raises:
         ImportError: Transformer Engine layers are asked for and the library is not installed.

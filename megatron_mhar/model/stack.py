@@ -299,6 +299,12 @@ def _site_norm(layer: Any, method: str, config: TransformerConfig) -> SiteNorm |
         raise ValueError(
             "recompute_modules has layernorm, but norms are computed by sites: take RMSNorm, or leave it out"
         )
+    if config.fine_grained_activation_offloading and {"attn_norm", "mlp_norm"} & {*(config.offload_modules or ())}:
+        # It would free the norm's input once the norm has run; here that is what the sublayer has kept.
+        raise ValueError(
+            "offload_modules has attn_norm or mlp_norm, but norms are computed by sites: leave them out, or take "
+            "routed_stack_spec(site_norms=False)"
+        )
     return norm
 
 

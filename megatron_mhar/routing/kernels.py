@@ -613,7 +613,7 @@ def null(
         total1 += weight[:, None] * g1
         total2 += weight[:, None] * g2
         total_dl += weight * (_dot(x1, x2, g1, g2) - tl.load(coupling + place * H + head, mask=head < H, other=0.0))
-    out = i * tl.num_programs(0) + part
+    out = i.to(tl.int64) * tl.num_programs(0) + part
     tl.store(mixed + out * D + at1, total1, mask=there1)
     tl.store(mixed + out * D + at2, total2, mask=there2)
     tl.store(grad_logit + out * H + head, total_dl, mask=head < H)

@@ -349,11 +349,12 @@ class Trainer:
     def _announce(self) -> None:
         residual = self.config.residual
         backend = resolve_backend(residual.backend, self.device)
+        sites = backend if any(model.decoder.computes_norms for model in self.models) else None
         if backend == "triton" and self._has_sites:
             from megatron_mhar.routing.schedule import describe  # Triton is not everywhere
 
             plan, width = self.pipeline.plan.table.read_plan, self.config.model.hidden_size
-            norms = "; with the sublayers' norms" if any(model.decoder.computes_norms for model in self.models) else ""
+            norms = "; with the sublayers' norms" if sites else ""
             backend += f" ({describe(plan, width)}{norms})"
         layers = resolve_layers(self.config.model.layers)
         logger.info(
@@ -361,7 +362,7 @@ class Trainer:
             self.config.name, residual.method, f"{self.num_parameters:,}", self.config.training.precision,
             torch.distributed.get_world_size(), platform.device_name(), layers, backend,
         )  # fmt: skip
-        logger.info("served by: %s", ", ".join(f"{what} {who}" for what, who in served_by(layers).items()))
+        logger.info("served by: %s", ", ".join(f"{what} {who}" for what, who in served_by(layers, sites).items()))
         if self.flops is not None:
             if self.peak is not None:
                 peak = f"MFU is of {self.peak / 1e12:,g} TFLOP/s a device"

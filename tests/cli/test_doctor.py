@@ -132,7 +132,7 @@ def test_this_machine() -> None:
     assert rows["routing backend"]["found"] != "auto"
     from megatron_mhar.model.fusions import served_by
 
-    for operation, library in served_by(rows["layers"]["found"]).items():
+    for operation, library in served_by(rows["layers"]["found"], rows["routing backend"]["found"]).items():
         assert (rows[operation]["state"], rows[operation]["found"]) == ("ok", library)
     assert rows["CUDA graphs"]["state"] == ("ok" if torch.cuda.is_available() else "missing")
     if rows["layers"]["found"] == "local":

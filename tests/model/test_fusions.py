@@ -77,9 +77,9 @@ TRAIN = """
     import megatron_mhar.train.checkpoint
     platform.HAS_GPU = True
     from megatron_mhar.model import build, fusions
-    assert fusions.served_by("transformer_engine")["gradient accumulation"].startswith("Transformer Engine (apex")
+    assert fusions.served_by("transformer_engine", None)["gradient accumulation"].startswith("Transformer Engine (apex")
     import megatron_mhar.model.norm
-    served = fusions.served_by("local")
+    served = fusions.served_by("local", None)
     fused = fusions.apex_rms_norm()
     platform.HAS_GPU = False
     megatron_mhar.model.norm.apex_rms_norm = lambda: fused
@@ -141,9 +141,18 @@ def test_torch_serves_without_them(monkeypatch):
 
     if torch.cuda.is_available():
         pytest.skip("of a machine without a GPU")
-    assert fusions.served_by("local") == {
+    assert fusions.served_by("local", None) == {
         "gradient accumulation": "torch", "norm": "torch", "optimizer": "torch AdamW",
         "gradient norm and clipping": "torch",
+    }  # fmt: skip
+    engine, at_sites = "Transformer Engine", "where a replacement form reads,"
+    norms = {(layers, sites): fusions.served_by(layers, sites)["norm"]
+             for layers in ("local", "transformer_engine") for sites in (None, "torch", "triton")}  # fmt: skip
+    assert norms == {
+        ("local", None): "torch", ("local", "torch"): "torch",
+        ("local", "triton"): f"routing kernels {at_sites} torch elsewhere", ("transformer_engine", None): engine,
+        ("transformer_engine", "torch"): f"torch {at_sites} {engine} elsewhere",
+        ("transformer_engine", "triton"): f"routing kernels {at_sites} {engine} elsewhere",
     }  # fmt: skip
     # A GPU, and an apex without the kernel, or with a kernel that it cannot load.
     monkeypatch.setattr(platform, "HAS_GPU", True)
@@ -160,4 +169,4 @@ def test_transformer_engines_layers_accumulate():
     engine.fuse_wgrad_accumulation = False
     accumulate_in_layers(torch.nn.Sequential(other, torch.nn.Sequential(engine)))
     assert engine.fuse_wgrad_accumulation is True and not hasattr(other, "fuse_wgrad_accumulation")
-    assert served_by("transformer_engine")["gradient accumulation"].startswith("Transformer Engine (")
+    assert served_by("transformer_engine", None)["gradient accumulation"].startswith("Transformer Engine (")

@@ -643,6 +643,32 @@ class TestSpecs:
                 recompute_granularity="selective", recompute_modules=["layernorm"],
             )  # fmt: skip
 
+    def test_a_config_for_another_norm_is_refused(self):
+        """What was trained with a LayerNorm, or a weight around zero, would be another model without a word."""
+        from megatron_mhar import ResidualConfig, routed_stack_spec
+
+        for changes in ({"normalization": "LayerNorm"}, {"layernorm_zero_centered_gamma": True}):
+            ((key, value),) = changes.items()
+            for site_norms in (True, False):
+                with pytest.raises(ValueError, match=f"{key}='?{value}'?.* given, but local layers, and sites that"):
+                    self.model(routed_stack_spec(ResidualConfig(method="mhar"), site_norms=site_norms), **changes)
+
+    @pytest.mark.parametrize("module", ["attn_norm", "mlp_norm"])
+    def test_offloading_of_what_a_site_norms_is_refused(self, module):
+        from types import SimpleNamespace
+
+        from megatron_mhar import ResidualConfig, routed_stack_spec
+        from megatron_mhar.model.stack import _site_norm
+
+        decoder = self.model(routed_stack_spec(ResidualConfig(method="mhar"))).decoder
+        config = SimpleNamespace(
+            recompute_granularity=None, fine_grained_activation_offloading=True, offload_modules=["core_attn", module]
+        )
+        with pytest.raises(ValueError, match="offload_modules has attn_norm or mlp_norm, but norms are computed by si"):
+            _site_norm(decoder.layers[0], "mhar", config)
+        config.offload_modules.remove(module)
+        assert _site_norm(decoder.layers[0], "mhar", config) is not None
+
     def test_transformer_engine_that_is_not_there_is_named(self):
         from megatron.core.extensions.transformer_engine import HAVE_TE
 
