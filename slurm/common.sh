@@ -172,8 +172,7 @@ train() {
   # srun passes it on to launch/node, and that to the ranks, which save and stop.
   trap 'notice=USR1; say "SIGUSR1: the time limit is near, the ranks save and stop"; kill -USR1 "$ranks"' USR1
   # Slurm has told the ranks too. It is told at once: Slurm kills this script if they take longer than its KillWait.
-  local cancelled="ended by Slurm (SIGTERM): cancelled, requeued by hand, preempted or out of time; the ranks save and stop"
-  trap '[ -n "$notice" ] || { notice=TERM; end "$cancelled"; }' TERM
+  trap '[ -n "$notice" ] || { notice=TERM; end "$(why_slurm_ends)"; }' TERM
   while true; do # a trapped signal ends the wait, not srun
     code=0
     wait "$ranks" || code=$?
@@ -282,6 +281,17 @@ first_failure() {
     echo "${text#* * }"
   else
     echo "$code srun ended with code $code and no node has said why: see above, or a node was lost"
+  fi
+}
+
+# Why Slurm ends this job: it may have noticed what a node has told already, that another one is lost.
+why_slurm_ends() {
+  local known
+  known=$(cat "$MHAR_LOGS"/node-*.end 2>/dev/null | awk -v now="$EPOCHSECONDS" '$1 < now - 2' | sort -n | head -n 1)
+  if [ -n "$known" ]; then
+    echo "${known#* * }; Slurm ends the job (SIGTERM)"
+  else
+    echo "ended by Slurm (SIGTERM): cancelled, requeued by hand, preempted or out of time; the ranks save and stop"
   fi
 }
 

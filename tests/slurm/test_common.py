@@ -284,13 +284,23 @@ while true; do sleep 0.1; done
 """
 
 
-@pytest.mark.parametrize("name,code,requeues,text", [
-    ("USR1", 1, 1, "stopped ahead of the time limit (SIGUSR1); requeued, goes on from step 7"),
-    ("TERM", 143, 0,
-     "ended by Slurm (SIGTERM): cancelled, requeued by hand, preempted or out of time; the ranks save and stop"),
+CANCELLED = "ended by Slurm (SIGTERM): cancelled, requeued by hand, preempted or out of time; the ranks save and stop"
+
+
+@pytest.mark.parametrize("name,known,code,requeues,text", [
+    ("USR1", None, 1, 1, "stopped ahead of the time limit (SIGUSR1); requeued, goes on from step 7"),
+    ("TERM", None, 143, 0, CANCELLED),
+    # A node has told it before Slurm noticed; what a rank says of Slurm's own signal is no reason.
+    ("TERM", 8, 143, 0, "node b is lost; Slurm ends the job (SIGTERM)"),
+    ("TERM", 0, 143, 0, CANCELLED),
 ])  # fmt: skip
-def test_signals(job: Job, name: str, code: int, requeues: int, text: str) -> None:
-    process = job._popen(LISTEN, ())
+def test_signals(job: Job, name: str, known: int | None, code: int, requeues: int, text: str) -> None:
+    told = (
+        ""
+        if known is None
+        else f'echo "$((EPOCHSECONDS - {known})).123 137 node b is lost" >"$MHAR_LOGS/node-0000.end"\n'
+    )
+    process = job._popen(told + LISTEN, ())
     while not (job.run_dir / "ready").exists():
         time.sleep(0.05)
     process.send_signal(getattr(signal, f"SIG{name}"))
