@@ -65,7 +65,7 @@ class Recorder:
         collected: names of the tests that there are.
     """
 
-    write: Callable[[bool], None]
+    write: Callable[[bool], object]
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     collected: set[str] = field(default_factory=set)
     _written: float = 0.0
@@ -108,28 +108,25 @@ def run_tests(arguments: Sequence[str], folder: Path, machine: object, device: s
     date = time.strftime("%Y-%m-%d", time.gmtime(start))
     path = folder / f"tests_{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}_{date}.json"
 
-    def fused_path_ran() -> bool:
-        return getattr(recorder.outcomes.get(FUSED_PATH), "outcome", "") == "passed"
-
-    def write(complete: bool) -> None:
+    def write(complete: bool) -> TestReport:
         counts = Counter(outcome.outcome for outcome in recorder.outcomes.values())
+        fused = getattr(recorder.outcomes.get(FUSED_PATH), "outcome", "") == "passed"
         report = TestReport(
-            VERSION, "tests", date, machine, complete, fused_path_ran(), dict(counts), round(time.time() - start, 1),
+            VERSION, "tests", date, machine, complete, fused, dict(counts), round(time.time() - start, 1),
             recorder.outcomes,
         )  # fmt: skip
         write_json(report, path)
+        return report
 
     recorder = Recorder(write)
     # The project's options are for its own environment: without pytest-timeout they would be refused.
     options = ["--rootdir", str(ROOT), "-o", "addopts=--import-mode=importlib", "-o", f"testpaths={' '.join(TESTS)}"]
     code = pytest.main([*options, "-ra", "-p", "no:cacheprovider", *arguments], plugins=[recorder])
-    write(code in (0, 1) and set() < recorder.collected <= recorder.outcomes.keys())
-    fused = fused_path_ran()
-    counts = Counter(outcome.outcome for outcome in recorder.outcomes.values())
-    print(f"\n{', '.join(f'{count} {outcome}' for outcome, count in counts.items())}: {path}")
-    if not fused:
+    report = write(code in (0, 1) and set() < recorder.collected <= recorder.outcomes.keys())
+    print(f"\n{', '.join(f'{count} {outcome}' for outcome, count in report.counts.items())}: {path}")
+    if not report.fused_path_ran:
         print(f"FAILED: {FUSED_PATH} has not passed: no fused kernel is known to have run", file=sys.stderr)
-    return 0 if code == 0 and fused else 1
+    return 0 if code == 0 and report.fused_path_ran else 1
 
 
 def main() -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -192,9 +191,7 @@ def test_what_becomes_of_another_node_ends_the_ranks_here(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], left: int | None
 ) -> None:
     """Lost, its ranks failed, or they ended well and ours hang: at the very start too, when no rank watches another."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
+    port = place._free_port()
     with ThreadPoolExecutor(1) as pool:
         joined = pool.submit(lambda: Meeting(Place(1, 2, 1, "localhost", port), timeout_s=30))
         meeting, other = Meeting(Place(0, 2, 1, "localhost", port), timeout_s=30), joined.result()

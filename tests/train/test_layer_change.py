@@ -1,18 +1,16 @@
 """A run that goes on with other layers and other routing kernels is the same run."""
 
-import importlib.util
-
 import pytest
 import torch
 
 from megatron_mhar.run_files import RunFiles
 from megatron_mhar.tracking.journal import load_metrics
 from tests.conftest import METHODS, tiny_run
+from tests.model.test_stack import transformer_engine_runs
 from tests.train.test_resume import final_state
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 GPU = torch.cuda.is_available()
-TRANSFORMER_ENGINE = GPU and importlib.util.find_spec("transformer_engine") is not None
 # Layers and kernels of two steps each.
 TURNS = [("local", "torch"), ("local", "triton"), ("local", "torch"), ("local", "triton")]
 IN_TURNS = {"kernels": TURNS} | (
@@ -24,7 +22,7 @@ IN_TURNS = {"kernels": TURNS} | (
             ("transformer_engine", "triton"), ("local", "triton"), ("transformer_engine", "torch"), ("local", "torch")
         ],
     }
-    if TRANSFORMER_ENGINE
+    if transformer_engine_runs()
     else {}
 )  # fmt: skip
 

@@ -16,6 +16,7 @@ import torch
 from megatron_mhar.config.load import load_config
 from megatron_mhar.config.schema import ParallelConfig
 from megatron_mhar.errors import UserError
+from megatron_mhar.launch.place import _free_port
 from megatron_mhar.run_files import RunFiles
 from megatron_mhar.tracking.journal import load_metrics
 from megatron_mhar.train import watch
@@ -253,9 +254,7 @@ def test_errors_of_communication_are_known_also_behind_another():
 def test_ranks_that_do_not_start_are_named(monkeypatch):
     from megatron_mhar.train import distributed
 
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    port = _free_port()
     rank = {"WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     code = "from megatron_mhar.train import distributed; distributed._meet(30)"
     # The second one comes later, and would wait longer.
@@ -270,9 +269,7 @@ def test_ranks_that_do_not_start_are_named(monkeypatch):
         distributed._meet(30)
     assert re.search(missing, second.communicate(timeout=60)[1])
     monkeypatch.setenv("RANK", "1")
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        monkeypatch.setenv("MASTER_PORT", str(probe.getsockname()[1]))
+    monkeypatch.setenv("MASTER_PORT", str(_free_port()))
     with pytest.raises(
         torch.distributed.DistStoreError, match=r"rank 1 does not reach rank 0; it has not come to \S+ wi"
     ):
