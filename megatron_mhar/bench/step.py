@@ -26,7 +26,6 @@ from megatron_mhar.config.schema import RunConfig
 from megatron_mhar.depth.sites import DepthTable
 from megatron_mhar.errors import UserError
 from megatron_mhar.model.build import check_layers, resolve_layers
-from megatron_mhar.model.fp8 import forget_scales
 from megatron_mhar.routing import resolve_backend
 from megatron_mhar.train.distributed import (
     check_layout,
@@ -282,7 +281,7 @@ def _one_round(turns: _Turns, device: torch.device, steps: int) -> None:
     with ProgressLog(None, total=1, start=0) as progress, ExitStack() as stack:
         with random_corpus(config) as ready:
             trainer = Trainer(ready, RunFolder(ready), device, progress, None)
-            stack.callback(_let_go, trainer)
+            stack.callback(trainer.release)
             count = BATCHES * config.training.global_batch_size
             batches: Iterator[Any] = itertools.cycle(list(trainer._batches(trainer.train_set, 0, count)))
         turns.micro_batches = trainer.micro_batches
@@ -304,20 +303,6 @@ def _one_round(turns: _Turns, device: torch.device, steps: int) -> None:
     turns.losses = turns.losses or tuple(losses)
     turns.rounds += (times,)
     turns.peak = max(turns.peak, platform.peak_memory_bytes())
-
-
-def _let_go(trainer: Trainer) -> None:
-    """Cut circles through autograd's nodes, which Python's collector cannot see: the memory is the next model's.
-
-    A data-parallel wrapper holds nodes whose hooks hold it, and by its config the optimizer, whose views of parameters
-    hold the nodes too.
-    """
-    trainer.release()
-    if trainer.config.training.precision == "fp8":
-        forget_scales()
-    for chunk in trainer.chunks:
-        chunk.grad_accs.clear()
-        chunk.config.grad_scale_func = chunk.config.finalize_model_grads_func = chunk.config.no_sync_func = None
 
 
 def _barrier() -> None:

@@ -26,6 +26,7 @@ from megatron_mhar.config.schema import RunConfig
 from megatron_mhar.data.dataset import build_datasets, check_data, micro_batches
 from megatron_mhar.errors import UserError
 from megatron_mhar.model.build import build_models, check_layers, resolve_layers
+from megatron_mhar.model.fp8 import forget_scales
 from megatron_mhar.model.fusions import accumulate_in_layers, served_by
 from megatron_mhar.model.observe import record_routing
 from megatron_mhar.pipeline.communicator import connect_stages
@@ -238,9 +239,20 @@ class Trainer:
         return self._finish(step)
 
     def release(self) -> None:
-        """Let go of what must not outlive the process groups."""
+        """Let go of what must not outlive the process groups, and of the memory, which may be the next model's.
+
+        Circles through autograd's nodes are cut, since Python's collector cannot see them: a data-parallel wrapper
+        holds nodes whose hooks hold it, and by its config the optimizer, whose views of parameters hold the nodes too.
+        """
         if isinstance(self.train_schedule, CapturedSchedule):
             self.train_schedule.release()
+        if self.config.training.precision == "fp8":
+            forget_scales()
+        for chunk in self.chunks:
+            chunk.grad_accs.clear()
+            if chunk.remove_forward_pre_hook_handles:
+                chunk.disable_forward_pre_hook(param_sync=False)
+            chunk.config.grad_scale_func = chunk.config.finalize_model_grads_func = chunk.config.no_sync_func = None
 
     def train_step(self, batches: Iterator[Batches]) -> tuple[Tensor | None, float]:
         """One optimizer step over a global batch.

@@ -1,9 +1,12 @@
 """The loop on one rank: accumulation, evaluation, what is logged."""
 
+import gc
 import math
 
 import numpy as np
 import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_mhar.run_files import RunFiles
 from megatron_mhar.tracking.journal import load_metrics
@@ -45,6 +48,32 @@ def test_it_learns(tmp_path, corpus):
         metrics = train(config)
         (_, loss) = metrics["valid/loss"][-1]
         assert math.log(3) - 0.05 < loss < 2.5, method
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+@pytest.mark.parametrize("method", ["baseline", "mhar"])
+def test_a_trainer_that_is_released_leaves_no_memory(tmp_path, corpus, method, overlap):
+    """Neither weights nor gradients nor the optimizer's: the next model of the process may need all there is."""
+    from megatron_mhar.train.distributed import initialize
+    from megatron_mhar.train.loop import Trainer
+    from megatron_mhar.train.progress import ProgressLog
+    from megatron_mhar.train.run_folder import RunFolder
+
+    parallel = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
+    config = tiny_run(corpus, tmp_path, residual=METHODS[method], parallel=parallel, training={"precision": "bf16"})
+    trainer = Trainer(config, RunFolder(config), initialize(config), ProgressLog(None, total=1, start=0), None)
+    trainer.train_step(trainer._batches(trainer.train_set, 0, config.training.global_batch_size))
+    optimizer, (chunk,) = trainer.optimizer.megatron, trainer.chunks
+    tensors = [*chunk.parameters(), *(buffer.grad_data for buffer in chunk.buffers)]
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            tensors += [parameter, *(t for t in optimizer.chained_optimizers[0].optimizer.state[parameter].values())]
+    held = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    assert len(held) > 3 * len(optimizer.param_groups)
+    trainer.release()
+    del trainer, optimizer, chunk, tensors, group, parameter
+    gc.collect()
+    assert not [number for number, storage in enumerate(held) if not storage.expired()]
 
 
 def test_z_loss_draws_the_partition_down(tmp_path, corpus):

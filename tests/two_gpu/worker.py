@@ -271,6 +271,7 @@ def run_shape(session: Session, config: RunConfig, layout: str, method: str) -> 
     }
     mean = mean_of_last_stage(torch.stack(losses) if losses else None, steps).tolist()
     everyone = gather(own)
+    trainer.release()
     return Record(
         losses=mean,
         norms=norms,
