@@ -35,6 +35,8 @@ class Case:
         tokens: T of a micro-batch on one rank.
         dtype: of sources, parameters and gradients.
         gated: whether the routed sources of a delta method go through its gate and are added to a stream.
+        normed: whether what a site reads goes through its sublayer's norm, as in training. Not with gates; for ours
+            and the plain reads alone.
     """
 
     table: DepthTable
@@ -42,6 +44,7 @@ class Case:
     tokens: int
     dtype: torch.dtype
     gated: bool = True
+    normed: bool = False
 
     @property
     def plan(self) -> ReadPlan:
@@ -83,6 +86,14 @@ class Reader(Protocol):
         """Routed sources `[T, d]` of what :meth:`add` gave; through the site's gate if there is a stream."""
 
 
+@dataclass(frozen=True)
+class SublayerNorm:
+    """RMS norm behind a site; its epsilon is not that of the keys."""
+
+    weight: Tensor
+    eps: float = 1e-5
+
+
 class Inputs:
     """Random tensors of a case, which stay where they are: graphs and passes read them in place."""
 
@@ -105,6 +116,11 @@ class Inputs:
             )
             for site in range(sites)
         }
+        assert not (case.normed and case.has_gate), "what comes through a gate is not normed"
+        self.norms = [
+            SublayerNorm((1 + 0.2 * self._random(width)).requires_grad_()) if case.normed else None
+            for _ in range(sites)
+        ]
         self.root = torch.zeros((), device=device, requires_grad=True)  # what the embedding is made of
 
     @property
@@ -115,6 +131,8 @@ class Inputs:
             kinds["null"] = [p.null_source for p in self.sites.values() if p.null_source is not None]
         if self.case.has_gate:
             kinds["gate"] = [p.gate for p in self.sites.values() if p.gate is not None]
+        if self.case.normed:
+            kinds["sublayer norm"] = [norm.weight for norm in self.norms if norm is not None]
         return kinds
 
     def keep_gradients_of(self, tokens: Tensor) -> None:
@@ -202,13 +220,13 @@ def run(algorithm: Algorithm, inputs: Inputs, *, backward: bool, record: Record 
 
 class _Chain:
     def __init__(self, inputs: Inputs) -> None:
-        self._reader = start(inputs.case.plan, inputs.sites)
+        self._inputs, self._reader = inputs, start(inputs.case.plan, inputs.sites)
 
     def add(self, row: int, source: Tensor) -> Tensor:
         return self._reader.add(row, source)
 
     def read(self, site: int, sources: Sequence[Tensor], stream: Tensor | None) -> Tensor:
-        return self._reader.read(site, stream)
+        return self._reader.read(site, stream, self._inputs.norms[site])
 
 
 def fused(inputs: Inputs) -> Reader:
@@ -235,7 +253,13 @@ class SiteBySite:
         query, norm_weight, null, gate = self._inputs.sites[site]
         plan = self._inputs.case.plan
         each = sources if null is None else [null, *sources]
-        return through_gate(self._call(each, query, norm_weight, plan.num_heads, plan.eps), gate, stream)
+        out = through_gate(self._call(each, query, norm_weight, plan.num_heads, plan.eps), gate, stream)
+        return through_norm(out, self._inputs.norms[site])
+
+
+def through_norm(out: Tensor, norm: SublayerNorm | None) -> Tensor:
+    """What a sublayer is given of what its site has read."""
+    return out if norm is None else torch.nn.functional.rms_norm(out, norm.weight.shape, norm.weight, norm.eps)
 
 
 def plain(inputs: Inputs) -> Reader:
@@ -310,7 +334,10 @@ def reference(inputs: Inputs, tokens: Tensor) -> Record:
         read = [*([] if null is None else [null]), *(sources[row] for row in rows)]
         out = route_reference(read, query, norm_weight, case.plan.num_heads, case.plan.eps)
         out = through_gate(out, gate, None if inputs.stream is None else inputs.stream[tokens].double())
-        given = {"query": query, "norm": norm_weight, "null": null, "gate": gate}
+        norm = inputs.norms[site]
+        behind = None if norm is None else leaf(norm.weight)
+        out = through_norm(out, None if norm is None or behind is None else SublayerNorm(behind, norm.eps))
+        given = {"query": query, "norm": norm_weight, "null": null, "gate": gate, "sublayer norm": behind}
         own = {kind: parameter for kind, parameter in given.items() if parameter is not None}
         record.outs[site] = out.detach()
         out.backward(inputs.grad_outs[site, tokens].double())

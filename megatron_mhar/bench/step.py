@@ -25,7 +25,7 @@ from megatron_mhar.config.load import load_config
 from megatron_mhar.config.schema import RunConfig
 from megatron_mhar.depth.sites import DepthTable
 from megatron_mhar.errors import UserError
-from megatron_mhar.model.build import check_layers, resolve_layers
+from megatron_mhar.model.build import check_layers, norms_at_sites, resolve_layers
 from megatron_mhar.routing import resolve_backend
 from megatron_mhar.train.distributed import (
     check_layout,
@@ -259,7 +259,8 @@ def routing_case(config: RunConfig) -> Case | None:
     parallel, training = config.parallel, config.training
     pieces = parallel.context * (parallel.tensor if parallel.sequence else 1)
     dtype = torch.float32 if training.precision == "fp32" else torch.bfloat16
-    return Case(table, config.model.hidden_size, training.micro_batch_size * training.sequence_length // pieces, dtype)
+    tokens = training.micro_batch_size * training.sequence_length // pieces
+    return Case(table, config.model.hidden_size, tokens, dtype, normed=norms_at_sites(config))
 
 
 def _check_routing(config: RunConfig, device: torch.device) -> dict[str, float]:

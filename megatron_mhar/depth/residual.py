@@ -24,6 +24,7 @@ MULTI_HEAD: frozenset[str] = frozenset({"mhar", "mhar_block", "delta", "delta_bl
 BLOCK: frozenset[str] = frozenset({"attnres_block", "mhar_block", "delta_block"})
 DELTA: frozenset[str] = frozenset({"delta", "delta_block"})
 ROUTED: frozenset[str] = MULTI_HEAD | BLOCK | frozenset({"attnres"})
+REPLACEMENT: frozenset[str] = ROUTED - DELTA  # a read is a sublayer's whole input, where delta adds it to a stream
 
 SUBLAYERS_PER_LAYER = 2  # attention and MLP
 

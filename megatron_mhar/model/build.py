@@ -15,6 +15,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_mhar import platform
 from megatron_mhar.config.schema import RECURRENT, SUBLAYERS, ModelConfig, ParallelConfig, RunConfig
+from megatron_mhar.depth.residual import REPLACEMENT
 from megatron_mhar.errors import UserError
 from megatron_mhar.model.fp8 import check_recipe, fp8_settings
 from megatron_mhar.model.fusions import APEX_ACCUMULATES
@@ -170,6 +171,11 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
     )
 
 
+def norms_at_sites(config: RunConfig) -> bool:
+    """Whether sites compute the norms of their sublayers, see :func:`~megatron_mhar.model.specs.routed_stack_spec`."""
+    return config.residual.method in REPLACEMENT and config.training.precision != "fp8"
+
+
 def build_models(config: RunConfig) -> list[HybridModel]:
     """Model chunks of this rank, one a virtual stage, on its device; process groups and seeds must be set."""
     transformer, model, parallel = transformer_config(config), config.model, config.parallel
@@ -178,7 +184,7 @@ def build_models(config: RunConfig) -> list[HybridModel]:
         layers=resolve_layers(model.layers),
         qk_layernorm=model.qk_layernorm,
         num_experts=model.num_experts,
-        site_norms=config.training.precision != "fp8",
+        site_norms=norms_at_sites(config),
     )
     rank = parallel_state.get_pipeline_model_parallel_rank()
     chunks = []

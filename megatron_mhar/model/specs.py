@@ -28,7 +28,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from megatron_mhar.depth.residual import DELTA, ROUTED, ResidualConfig
+from megatron_mhar.depth.residual import REPLACEMENT, ResidualConfig
 from megatron_mhar.model.norm import RMSNorm, SiteNorm
 from megatron_mhar.model.stack import RoutedStack, sublayer_output
 
@@ -67,7 +67,7 @@ def routed_stack_spec(
         ImportError: Transformer Engine layers are asked for and the library is not installed.
     """
     norm: Callable[..., Any] = RMSNorm
-    site_norms = site_norms and residual.method in ROUTED and residual.method not in DELTA
+    site_norms = site_norms and residual.method in REPLACEMENT
     if layers == "local":
         submodules = _local_submodules(qk_layernorm, num_experts, SiteNorm if site_norms else RMSNorm)
     elif layers == "transformer_engine":
