@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 METHODS = ("baseline", "mhar", "mhar_block", "delta_block")
-LAYOUTS = ("tp2_sp", "pp2", "pp2_vpp2", "dp2_overlap")  # as tests/train/layout_worker.py has them
+COMPARED = ("tp2_sp", "pp2", "pp2_vpp2", "dp2_overlap")  # as tests/train/layout_worker.py has them
+GRAPHED = ("tp2_sp", "dp2")  # those whose messages a CUDA graph can hold
+LAYOUTS = tuple(dict.fromkeys(COMPARED + GRAPHED))
 PIPELINES = ("pp2", "pp2_vpp2")
 ONE = "one"  # one GPU, with which all layouts are compared
 MOVED = "tp2_sp_then_pp2"  # saved under the one, gone on under the other
@@ -65,6 +67,7 @@ class Phase:
             schedules, and cost the most.
         needs_gpu: whether a CPU cannot run it.
         methods: those of METHODS that it runs.
+        layouts: those of LAYOUTS that it runs them under.
     """
 
     about: str
@@ -76,6 +79,7 @@ class Phase:
     micro_batches: int = 2
     needs_gpu: bool = False
     methods: tuple[str, ...] = METHODS
+    layouts: tuple[str, ...] = COMPARED
 
 
 PHASES = {
@@ -93,6 +97,16 @@ PHASES = {
         needs_gpu=True,
         methods=("baseline", "mhar"),
     ),  # fmt: skip
+    "graph": Phase(
+        "350M shape, bf16, forward and backward of a step as one CUDA graph",
+        150,
+        BF16,
+        "350m",
+        {"training.cuda_graph": "full_iteration"},
+        needs_gpu=True,
+        methods=("mhar", "delta_block"),
+        layouts=GRAPHED,
+    ),
     "kill": Phase("a rank is killed", 90, FP32),  # both processes are gone after it
 }
 
@@ -127,12 +141,17 @@ def expected(options: Options, phase: str) -> list[str]:
         return ["/".join(KILLED)]
     if phase == "checkpoint":
         return [f"{MOVED}/{LONG[1]}"]
-    return [f"{layout}/{method}" for layout in options.layouts for method in methods(options, phase)]
+    return [f"{layout}/{method}" for layout in layouts(options, phase) for method in methods(options, phase)]
 
 
 def methods(options: Options, phase: str) -> tuple[str, ...]:
     """Those of the phase that are asked for."""
     return tuple(method for method in PHASES[phase].methods if method in options.methods)
+
+
+def layouts(options: Options, phase: str) -> tuple[str, ...]:
+    """Those of the phase that are asked for."""
+    return tuple(layout for layout in PHASES[phase].layouts if layout in options.layouts)
 
 
 @dataclass

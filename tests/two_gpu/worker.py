@@ -260,7 +260,7 @@ def run_shape(session: Session, config: RunConfig, layout: str, method: str) -> 
         for _ in range(steps):
             began = time.perf_counter()
             loss, norm = trainer.train_step(batches)
-            losses += [] if loss is None else [loss]
+            losses += [] if loss is None else [loss.clone()]  # a graph's next replay writes over it
             norms.append(norm)
             seconds.append(time.perf_counter() - began)  # the norm has waited for the device
     predicted = layout_worker.predicted_sends(trainer, config, trainer.micro_batches, False)
@@ -346,7 +346,7 @@ def compare_layouts(
             for method, record in part.items():
                 book.write(ONE, method, record)
                 say(f"{session.phase} on one GPU, {method}: {words(record, None)}")
-        for layout in session.options.layouts:
+        for layout in cases.layouts(session.options, session.phase):
             for method in methods:
                 if f"{layout}/{method}" in book.done:
                     continue
