@@ -69,3 +69,38 @@ def test_a_run_goes_on_with_other_layers_and_kernels(tmp_path, corpus, method, t
             off = (others[key] - tensor).norm() / moved
             assert off < (1e-2 if precise else 0.15), f"{key} is off by {off:.2g} of what it moved since step 2"
     assert compared > 30
+
+
+PRECISIONS = [("bf16", "fp8"), ("fp8", "bf16")] if transformer_engine_runs() else [("bf16", "bf16")]
+
+
+@pytest.mark.parametrize(("first", "second"), PRECISIONS)
+@pytest.mark.parametrize("method", ["mhar", "delta_block"])
+def test_a_checkpoint_moves_between_precisions(tmp_path, corpus, method, first, second):
+    """In FP8 Transformer Engine's product holds the norm's weight, in bf16 the site's or the norm before it."""
+    from megatron_mhar.train.checkpoint import Checkpoints
+    from megatron_mhar.train.distributed import initialize
+    from megatron_mhar.train.loop import Trainer, train
+    from megatron_mhar.train.progress import ProgressLog
+    from megatron_mhar.train.run_folder import RunFolder
+
+    given, moved = (
+        tiny_run(corpus, tmp_path, name=name, residual=METHODS[method], model={"num_layers": 2},
+                 training={"precision": precision, "steps": 2}, optimizer={"lr": 1e-2, "warmup_steps": 1})
+        for name, precision in (("given", first), ("moved", second))
+    )  # fmt: skip
+    train(given)
+    device, files = initialize(moved), RunFiles(moved.run_dir)
+    RunFolder(moved).prepare()
+    trainer = Trainer(moved, RunFolder(moved), device, ProgressLog(None, total=2, start=0), None)
+    parts = trainer.chunks, trainer.optimizer
+    with Checkpoints(moved, files.checkpoints, *parts) as own:
+        own.save(2, Checkpoints(given, RunFiles(given.run_dir).checkpoints, *parts).load(2))
+    trainer.release()
+    tensors, others = (
+        {key: tensor for key, tensor in final_state(config)[0].items() if not key.endswith("_extra_state")}
+        for config in (given, moved)
+    )
+    assert tensors.keys() == others.keys() and len(tensors) > 30
+    for key, tensor in tensors.items():
+        assert torch.equal(others[key], tensor), key
