@@ -54,7 +54,7 @@ def schedule(heads: int, key: int) -> Schedule:
     """Schedule for ``heads`` heads of ``key`` channels."""
     tile = _tile(heads, key)
     channels = tile["HP"] * tile["K1"]
-    of_one_head = {name: max(16, v) if name == "K1" else v for name, v in tile.items() if name != "HP"}
+    of_one_head = {name: v for name, v in _tile(heads, max(16, key), least=16).items() if name != "HP"} | {"K": key}
     if heads > 1 and tile["K1"] == triton.next_power_of_2(key) == 512:
         # 256 are what a warp loads at once: a head's sums stay within a warp, and need no barrier.
         tile |= {"K1": 256, "K2": 256}
@@ -93,10 +93,14 @@ def describe(plan: ReadPlan, width: int) -> str:
     return f"in groups of {GROUP} sites{halves}"
 
 
-def _tile(heads: int, key: int) -> Options:
-    """Tiles that cover the channels of all heads: 160 as 128 + 32; one tile where that would not fit."""
+def _tile(heads: int, key: int, *, least: int = 1) -> Options:
+    """Tiles that cover the channels of all heads: 160 as 128 + 32; one tile where that would not fit.
+
+    Args:
+        least: channels of a tile; a matrix product takes 16 or more.
+    """
     first = triton.next_power_of_2(key)
     second = key - first // 2
-    split = first != key and second == triton.next_power_of_2(second)
+    split = first != key and second == triton.next_power_of_2(second) and second >= least
     parts = {"K1": first // 2, "K2": second} if split else {"K1": first, "K2": 1}
     return {"H": heads, "K": key, "HP": triton.next_power_of_2(heads), **parts}
