@@ -50,7 +50,7 @@ def routing_table(report: CaseReport) -> Table:
     extras = " + null source" * report.null_source + " + gate" * report.gate
     table = _table(
         f"{report.shape}: {report.method} H={report.num_heads}{extras}, {report.sites} sites, d {report.width}, "
-        f"{report.tokens:,} tokens, {report.dtype}",
+        f"{report.tokens:,} tokens, {report.dtype}; ours {report.schedule}",
         ["speed\n/ paper's", "forward\n/ paper's", "time\n/ ours", "forward + backward\nms (10%-90%)",
          "forward\nms (10%-90%)", "forward's\nGB/s", "GiB", "errors of\noutputs", "source\ngradients",
          "query\ngradients"],

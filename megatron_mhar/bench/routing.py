@@ -20,8 +20,9 @@ from megatron_mhar.depth.residual import BLOCK, DELTA, MULTI_HEAD, Method, Resid
 from megatron_mhar.depth.sites import DepthTable
 from megatron_mhar.errors import UserError
 from megatron_mhar.routing import resolve_backend
+from megatron_mhar.routing.schedule import describe
 
-VERSION = 1  # of the JSON
+VERSION = 2  # of the JSON
 OURS, PAPER = "ours", "paper"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -95,7 +96,12 @@ class Result:
 
 @dataclass(frozen=True)
 class CaseReport:
-    """All algorithms on one case; ``absent`` says why some are not among them."""
+    """All algorithms on one case.
+
+    Attributes:
+        schedule: how our kernels read, see :func:`megatron_mhar.routing.schedule.describe`.
+        absent: why some algorithms are not among the results.
+    """
 
     shape: str
     method: str
@@ -106,6 +112,7 @@ class CaseReport:
     dtype: str
     null_source: bool
     gate: bool
+    schedule: str
     results: tuple[Result, ...]
     absent: dict[str, str]
 
@@ -233,7 +240,7 @@ def bench_case(
     return CaseReport(
         name, residual.method, residual.num_heads, case.table.num_sites, case.width, case.tokens,
         next(key for key, dtype in DTYPES.items() if dtype == case.dtype), case.has_null, case.has_gate,
-        tuple(results), absent,
+        describe(case.plan, case.width), tuple(results), absent,
     )  # fmt: skip
 
 

@@ -128,9 +128,9 @@ def test_the_command(tmp_path, capsys, monkeypatch):
                   str(tmp_path / "new" / "r.json")])  # fmt: skip
     assert end.value.code == 0
     out = capsys.readouterr().out
-    assert "tiny: mhar H=4, 4 sites, d 32, 2 tokens, fp32" in out and "not compared: Liger" in out
+    assert "tiny: mhar H=4, 4 sites, d 32, 2 tokens, fp32; ours site by site" in out and "not compared: Liger" in out
     report = json.loads((tmp_path / "new" / "r.json").read_text())
-    assert report["version"] == 1 and report["kind"] == "routing" and report["machine"]["versions"]["torch"]
+    assert report["version"] == 2 and report["kind"] == "routing" and report["machine"]["versions"]["torch"]
     assert report["machine"]["commit"] == "abc"
     assert {result["algorithm"] for result in report["cases"][0]["results"]} == {"paper", "ours"}
     assert all(result["both"]["median_ms"] > 0 for result in report["cases"][0]["results"])

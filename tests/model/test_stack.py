@@ -7,6 +7,7 @@ import copy
 import gc
 import importlib.util
 import math
+import threading
 import warnings
 import weakref
 
@@ -682,8 +683,10 @@ class TestSpecs:
 
 
 @pytest.mark.parametrize("method", ["mhar", "delta"])
-def test_layers_may_be_compiled(tmp_path, method):
+def test_layers_may_be_compiled(tmp_path, method, monkeypatch):
     """torch.compile around a sublayer, between fused reads: loss and gradients as without."""
+    # In torch 2.11 a compilation that begins within a change of the random state waits for itself (pytorch#182948).
+    monkeypatch.setattr(torch.cuda, "_initialization_lock", threading.RLock())
     model = disturb(build(tmp_path, METHODS[method] | {"backend": "triton"}, model={"num_layers": 1}))
     counts = torch._dynamo.utils.counters["stats"]
     found = []

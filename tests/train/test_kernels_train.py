@@ -95,6 +95,9 @@ def test_losses_are_those_of_plain_reads(runs):
 def test_fp8_follows_bf16(runs, walks, tmp_path, groups, scaling):
     pytest.importorskip("transformer_engine")
     found = losses(recipe(walks, tmp_path, scaling, **{"training.precision": "fp8", "training.fp8.recipe": scaling}))
-    for start in range(20, STEPS, 20):
-        one, other = (statistics.fmean(run[start : start + 20]) for run in (found, runs["kernels"]))
-        assert one == pytest.approx(other, rel=1e-2), f"steps {start} to {start + 19}"
+    off = {
+        start: statistics.fmean(found[start : start + 20]) / statistics.fmean(runs["kernels"][start : start + 20]) - 1
+        for start in range(20, STEPS, 20)
+    }
+    told = ", ".join(f"{share:+.2%} from step {start} on" for start, share in off.items())
+    assert all(abs(share) <= 1e-2 for share in off.values()), f"means over 20 steps are off by {told}"
