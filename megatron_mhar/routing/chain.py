@@ -45,7 +45,9 @@ class SiteParameters(NamedTuple):
 class Norm(Protocol):
     """An RMS norm."""
 
-    eps: float
+    @property
+    def eps(self) -> float:
+        """Of the mean square."""
 
     @property
     def weight(self) -> Tensor:
