@@ -82,21 +82,15 @@ class Phase:
     layouts: tuple[str, ...] = COMPARED
 
 
+IN_FP8 = {"training.precision": "fp8", "training.fp8.recipe": "tensorwise"}  # a scale of each tensor
+
 PHASES = {
     "fp32": Phase("four layers of width 64, fp32, local layers", 150, FP32),
     "checkpoint": Phase("100M shape, bf16: saved under TP2, gone on with under PP2", 120, BF16, "100m"),
     "350m": Phase("350M shape, bf16", 320, BF16, "350m", micro_batches=4),
     "1b": Phase("1B shape, bf16", 420, BF16, "1b", sequences=32),
-    "fp8": Phase(
-        "1B shape, FP8 with the scale of each tensor",
-        240,
-        FP8,
-        "1b",
-        {"training.precision": "fp8", "training.fp8.recipe": "tensorwise"},
-        sequences=32,
-        needs_gpu=True,
-        methods=("baseline", "mhar"),
-    ),  # fmt: skip
+    "fp8_350m": Phase("350M shape, FP8", 240, FP8, "350m", IN_FP8, micro_batches=4, needs_gpu=True),
+    "fp8": Phase("1B shape, FP8", 400, FP8, "1b", IN_FP8, sequences=32, needs_gpu=True),
     "graph": Phase(
         "350M shape, bf16, forward and backward of a step as one CUDA graph",
         150,
