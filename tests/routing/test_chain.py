@@ -222,15 +222,16 @@ def test_bf16_is_within_two_roundings_of_the_truth(sources):
     assert (found.double() - truth).norm() <= allowed * one_rounding
 
 
-@pytest.mark.parametrize("trainable", list(itertools.product([True, False], repeat=3)))
+@pytest.mark.parametrize("trainable", list(itertools.product([True, False], repeat=4)))
 def test_every_subset_frozen(trainable):
-    embedding = random(4, 24, seed=1)
+    """Of a source, a query, a norm weight of keys and the norm behind a read."""
+    embedding, behind = random(4, 24, seed=1), random(24, seed=60)
     (query, norm, null, _), *rest = parameters(2, 24, True, 1.0, torch.float32)
     found = []
     for fused in (False, True):
-        leaves = [x.clone().requires_grad_(t) for x, t in zip((embedding, query, norm), trainable)]
+        leaves = [x.clone().requires_grad_(t) for x, t in zip((embedding, query, norm, behind), trainable)]
         sites = [SiteParameters(leaves[1], leaves[2], null), *rest]
-        out, _ = model(full(2), sites, leaves[0], 3, fused, made=chained(2))
+        out, _ = model(full(2), sites, leaves[0], 3, fused, made=chained(2), norms=[leaves[3], None])
         if any(trainable):
             out.square().sum().backward()
         else:
