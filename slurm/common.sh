@@ -143,22 +143,28 @@ train() {
     render "${command[@]}"
     return
   fi
-  if [ -s "$run_dir/summary.json" ]; then
+  # Another job may have been given other settings: what is finished for them, or refused, mhar train says.
+  if finished_by_this_job; then
     say "$run_dir is finished already"
     return
   fi
 
-  local earlier its_restart
+  # What commands are told: the number of an array's last task is also that of the whole array.
+  local job=$SLURM_JOB_ID
+  [ -z "${SLURM_ARRAY_TASK_ID:-}" ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+  local earlier its_restart running
   while read -r earlier its_restart; do
-    if [ "$earlier" != "$SLURM_JOB_ID" ] && is_running "$earlier"; then
-      refuse "$run_dir: job $earlier is training in this folder; wait for its end, scancel $earlier, or give another name=..."
+    running=""
+    [ "$earlier" = "$SLURM_JOB_ID" ] || running=$(name_if_running "$earlier")
+    if [ -n "$running" ]; then
+      refuse "$run_dir: job $running is training in this folder; wait for its end, scancel $running, or give another name=..."
     fi
     reason="the start before ended without a word: its first node was lost, or it was killed"
     record end "$reason" "$earlier" "$its_restart"
     say "$reason"
   done < <(open_starts)
   export MHAR_LOGS=$run_dir/logs/$SLURM_JOB_ID-$restart
-  mkdir -p "$MHAR_LOGS"
+  mkdir -p "$MHAR_LOGS" || refuse "$run_dir: the run folder cannot be written on $HOSTNAME; set MHAR_OUTPUT_DIR to one that can"
   record start "on ${SLURM_JOB_NODELIST:-?}"
   say "start $((restart + 1)) of $run_dir on ${SLURM_JOB_NODELIST:-?}, from step $(newest_step), logs in $MHAR_LOGS"
   if [ "$(fruitless_starts)" -gt $((MHAR_RETRIES + 1)) ]; then # Slurm requeues by itself when a node is lost
@@ -166,7 +172,8 @@ train() {
     exit 1
   fi
 
-  local notice="" bad="" ranks
+  local notice="" bad="" ranks before=""
+  [ ! -s "$run_dir/summary.json" ] || before=finished
   "${command[@]}" &
   ranks=$!
   # srun passes it on to launch/node, and that to the ranks, which save and stop.
@@ -180,7 +187,7 @@ train() {
   done
   trap '' USR1 TERM # what comes now changes nothing, and must not keep the end from being told
 
-  if [ -s "$run_dir/summary.json" ]; then
+  if [ -s "$run_dir/summary.json" ] && { [ -z "$before" ] || [ "$code" -eq 0 ]; }; then
     end "finished"
     trap - USR1 TERM
     return
@@ -237,17 +244,21 @@ end() {
   say "$1"
 }
 
+finished_by_this_job() {
+  [ -s "$run_dir/summary.json" ] && [ -f "$run_dir/attempts.tsv" ] &&
+    awk -F '\t' -v job="$SLURM_JOB_ID" '$3 == job { last = $6 } END { exit last != "finished" }' "$run_dir/attempts.tsv"
+}
+
 # "JOB RESTART" of each job whose last line is a start.
 open_starts() {
   [ ! -f "$run_dir/attempts.tsv" ] || awk -F '\t' 'NF == 6 && $3 ~ /^[0-9]+$/ { if ($2 == "start") open[$3] = $4; else delete open[$3] }
     END { for (job in open) print job, open[job] }' "$run_dir/attempts.tsv"
 }
 
-is_running() {
-  case $(squeue --noheader --jobs="$1" --format=%T 2>/dev/null) in
-    *RUNNING* | *SUSPENDED*) ;;
-    *) return 1 ;;
-  esac
+# name_if_running NUMBER: how commands call the job of that number, ARRAY_TASK in an array, if it is running.
+name_if_running() {
+  squeue --noheader --jobs="$1" --format='%A %i %T' 2>/dev/null |
+    awk -v number="$1" '$1 == number && $3 ~ /^(RUNNING|SUSPENDED)$/ { print $2 }' || true
 }
 
 # Step of the newest complete checkpoint, 0 without one; half-written ones have an ending.
@@ -297,7 +308,7 @@ why_slurm_ends() {
 
 requeue() {
   local said
-  said=$(scontrol requeue "$SLURM_JOB_ID" 2>&1) && return
+  said=$(scontrol requeue "$job" 2>&1) && return
   case $said in
     *pending*) say "Slurm has requeued it already" ;; # for a lost node
     *) end "the requeue was refused ($said): submit the same job file again to go on" ;;
@@ -310,10 +321,10 @@ bad_nodes() { cat "$run_dir/logs/$SLURM_JOB_ID"-*/bad-nodes | sort -u; }
 # Ask for other nodes than the bad ones, and than those that the job was submitted without.
 exclude_bad_nodes() {
   local without
-  without=$(scontrol --oneliner show job "$SLURM_JOB_ID" | grep -o 'ExcNodeList=[^ ]*' || true)
+  without=$(scontrol --oneliner show job "$job" | grep -o 'ExcNodeList=[^ ]*' || true)
   without=${without#ExcNodeList=}
   without=${without/#(null)/}
-  scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=${without:+$without,}$(bad_nodes | paste -s -d ,)" ||
+  scontrol update "JobId=$job" "ExcNodeList=${without:+$without,}$(bad_nodes | paste -s -d ,)" ||
     say "Slurm did not take it that $bad is to be excluded: the next start may meet it again"
 }
 

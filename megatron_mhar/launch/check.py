@@ -19,6 +19,7 @@ from megatron_mhar.errors import UserError
 from megatron_mhar.launch.jobfile import EvaluateCommand, JobFile, TrainCommand, parse_time
 from megatron_mhar.pipeline.estimate import estimate_layout
 from megatron_mhar.run_files import RunFiles
+from megatron_mhar.train.run_folder import RunFolder
 
 GIB = 2**30
 _ENDED_BADLY = re.compile(r"\bJobState=(FAILED|CANCELLED|TIMEOUT|NODE_FAIL|OUT_OF_MEMORY|BOOT_FAIL|DEADLINE)\b")
@@ -65,6 +66,7 @@ def check_job(job: JobFile, *, gpu_gib: float) -> Findings:
             outputs[job.root / config.output_dir] = None
             world = training.nodes * job.ranks_per_node
             _check_layout(where, config, world, gpu_gib, found)
+            _check_run_folder(job, where, config, found)
             if makes_data:
                 found.unchecked.append(f"{where}: data: the job itself makes some before it trains")
             elif job.option("dependency") is not None:
@@ -134,6 +136,21 @@ def _check_layout(where: str, config: RunConfig, world: int, gpu_gib: float, fou
             f"has {gpu_gib:g} GiB. More nodes, parallel.tensor or parallel.pipeline make it less; see mhar plan"
         )
     found.facts.append(f"{fact}; {need:.1f} of {gpu_gib:g} GiB a GPU before activations")
+
+
+def _check_run_folder(job: JobFile, where: str, config: RunConfig, found: Findings) -> None:
+    """What the job would find in its run folder."""
+    with chdir(job.root):
+        folder = RunFolder(config)
+        try:
+            if folder.begun:
+                folder.refuse_another_run()
+            if folder.finished() is not None:
+                found.facts.append(f"{where}: {config.run_dir} is finished already: there is nothing left to do")
+        except UserError as error:
+            found.problems.append(f"{where}: {error}")
+        except OSError:
+            return  # what can be read from here says nothing of the nodes
 
 
 def _check_data(job: JobFile, where: str, config: RunConfig, found: Findings) -> None:

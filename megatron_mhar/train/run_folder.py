@@ -50,15 +50,20 @@ class RunFolder:
         contents = {name: [digests[file] for file in files if file in digests] for name, files in sets.items()}
         with self._made():
             steps = checkpoint_steps(self.files.checkpoints)
-            if steps or (self.files.journal.is_file() and self.files.journal.stat().st_size):
-                # A run that failed before its first step is no run yet.
-                self._refuse_another_run()
+            if self.begun:
+                self.refuse_another_run()
                 if self.files.data.is_file() and digests:
                     self._refuse_other_data(contents)
             write_whole(self.files.config, dump_config(self.config))
             if digests:
                 write_whole(self.files.data, json.dumps(contents, indent=1))
         return steps[-1] if steps else 0
+
+    @property
+    def begun(self) -> bool:
+        """Whether the folder holds a run: one that failed before its first step is none yet."""
+        journal = self.files.journal
+        return bool(checkpoint_steps(self.files.checkpoints)) or (journal.is_file() and journal.stat().st_size > 0)
 
     @contextmanager
     def _made(self) -> Iterator[None]:
@@ -83,7 +88,12 @@ class RunFolder:
                 "choose another by output_dir=... or name=..."
             ) from error
 
-    def _refuse_another_run(self) -> None:
+    def refuse_another_run(self) -> None:
+        """Refuse to go on with the run that the folder holds, if this is another one.
+
+        Raises:
+            UserError: it is, and which keys differ.
+        """
         if not self.files.config.is_file():
             raise UserError(
                 f"{self.path}: holds a run without its config.yaml; bring it back, give this run another name=..., "

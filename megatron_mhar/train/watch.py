@@ -13,6 +13,7 @@ holds Python's lock, or a process that is stopped; ``heartbeat_s`` must be longe
 from __future__ import annotations
 
 import contextlib
+import dis
 import itertools
 import json
 import logging
@@ -48,6 +49,7 @@ EXIT_CODE = 1
 _BEATS = 6  # within heartbeat_s
 _LEAVING_POLL_S = 0.05
 _PACKAGE = __name__.partition(".")[0] + "."
+_WAITS = ("wait", "item", "tolist", "cpu", "synchronize", "_cuda_synchronize")
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ class Beat:
         number: counts its beats.
         step: steps done.
         place: function and line of ours that its main thread is in.
+        waits: whether its main thread waits for other ranks, or has waited in vain.
         ended: whether it has left; no beat follows.
     """
 
@@ -122,6 +125,7 @@ class Beat:
     number: int
     step: int
     place: str
+    waits: bool
     ended: bool
 
     def dump(self) -> str:
@@ -164,7 +168,8 @@ class Watch(AbstractContextManager["Watch"]):
 
     If another rank is lost, an error that names it is logged and the process ends with :data:`EXIT_CODE`: the main
     thread may be in a call that never returns. An exception that leaves the context is told to the other ranks; one of
-    torch.distributed's is often another rank's death, and so held back until it is clear that no rank is missing.
+    torch.distributed's is often another rank's death, and so held back until it is clear that no rank is missing; or
+    another rank's hang, and then it is that rank which is named: the one that does not wait while all others do.
 
     One process alone has nothing to watch. Ranks that met through another store than torch's TCPStore are not watched,
     and rank 0 says so.
@@ -193,6 +198,7 @@ class Watch(AbstractContextManager["Watch"]):
         self._unneeded = threading.Event()  # the store that this rank keeps, by the others
         self._out = threading.Event()  # the main thread has come out of the context, by itself
         self._helpless = False  # but another rank's end may be why
+        self._helpless_since = math.inf
         self._leaving = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -227,9 +233,9 @@ class Watch(AbstractContextManager["Watch"]):
         self._threads = []
         if error is not None and _is_of_communication(error):
             with _unsignalled():
-                self._helpless = True
+                self._helpless_since, self._helpless = time.monotonic(), True
                 self._out.set()
-                judging.join(self.heartbeat_s + 3 * self.interval_s)  # ends the process if a rank is missing
+                judging.join(self.heartbeat_s + _BEATS * self.interval_s)  # ends the process if one is missing or hangs
             self._helpless = False
         self._failure = error
         self._out.set()
@@ -261,8 +267,8 @@ class Watch(AbstractContextManager["Watch"]):
 
     def _beat(self, store: Store, *, ended: bool) -> None:
         frame = sys._current_frames().get(self._main)
-        place = _place(_frames_of(frame))
-        beat = Beat(self.rank, self._process, next(self._numbers), self.steps_done(), place, ended)
+        place, waits = _place(_frames_of(frame)), self._helpless or _is_waiting(frame)
+        beat = Beat(self.rank, self._process, next(self._numbers), self.steps_done(), place, waits, ended)
         if self._failure is not None:
             self._accuse(store, self.rank, _failure_text(beat, self._failure))
         store.set(f"beat/{self.rank}", beat.dump())
@@ -287,6 +293,24 @@ class Watch(AbstractContextManager["Watch"]):
                 self._watch(rank + 1)
             elif seconds > self.heartbeat_s:
                 self._accuse(store, rank, self._lost(beat, f"has not been heard from for {seconds:.0f} s"))
+
+        if self._verdict is None and time.monotonic() - self._helpless_since > self.heartbeat_s:
+            self._helpless_since = math.inf
+            self._find_hung(store)
+
+    def _find_hung(self, store: Store) -> None:
+        """Name the ranks for which this one has waited in vain, if they stand out: all are there, and few do not wait.
+
+        Of all ranks that have waited in vain one looks, and only once.
+        """
+        if store.add("looks for hung ranks", 1) > 1:
+            return
+        beats = [beat for rank in range(self.world) if rank != self.rank and (beat := self._hear(store, rank))]
+        hung = [beat for beat in beats if not (beat.waits or beat.ended)]
+        if hung and (len(hung) < self.world / 2 or self.world == 2):
+            others = f", and for {len(hung) - 1} more" if len(hung) > 1 else ""
+            text = f"hangs: rank {self.rank} has waited in vain for it{others}"
+            self._accuse(store, hung[0].rank, self._lost(hung[0], text))
 
     def _hear(self, store: Store, rank: int) -> Beat | None:
         key = f"beat/{rank}"
@@ -389,7 +413,7 @@ class Watch(AbstractContextManager["Watch"]):
             else "There is no complete checkpoint yet: the same command starts anew"
         )
         logger.error("%s. %s", text, rest)
-        if rank == 0 and self.rank == 1 and self.files.log.parent.is_dir():  # the log was rank 0's to write
+        if rank == 0 and self.rank == 1 and self.files.log.parent.is_dir():  # the log is rank 0's, which may write it yet
             with contextlib.suppress(OSError), self.files.log.open("a", encoding="utf-8") as log:
                 log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}. {rest}\n")
         with contextlib.suppress(OSError, ValueError):
@@ -457,6 +481,18 @@ def _place(frames: Iterator[tuple[FrameType, int]]) -> str:
         if module.startswith(_PACKAGE) and module != __name__:
             return f"{module}.{frame.f_code.co_name}, line {line}"
     return ""
+
+
+def _is_waiting(frame: FrameType | None) -> bool:
+    """Whether a thread's innermost call is one of torch.distributed, or waits for a message or the device."""
+    if frame is None:
+        return False
+    if frame.f_globals.get("__name__", "").startswith("torch.distributed"):
+        return True
+    # What is called is no frame, being none of Python's; by its bytecode, since a source file may lie on a lost disk.
+    names = [each.argval for each in dis.get_instructions(frame.f_code)
+             if each.offset < frame.f_lasti and each.opname in ("LOAD_ATTR", "LOAD_METHOD")]  # fmt: skip
+    return bool(names) and names[-1] in _WAITS
 
 
 def _when(step: int) -> str:

@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from megatron_mhar.cli.submit import submit
+from megatron_mhar.launch.attempts import read_attempts
 from megatron_mhar.run_files import RunFiles, RunSummary
 from tests.launch import ROOT
 from tests.slurm.jobs import PATIENCE_S, Job, job_environment, job_state, slurm, until, until_completed
@@ -121,8 +122,17 @@ def test_smoke_test_with_and_without_a_container(
 
 
 def test_a_job_array(environment: dict[str, str], corpus: Path, tmp_path: Path) -> None:
-    """Two of the four methods, a task each."""
+    """Two of the four methods, a task each. The last one, whose number is the array's, is started on a bad node."""
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text(
+        "#!/usr/bin/env bash\n"
+        'errors=0; [ "$SLURM_ARRAY_TASK_ID/${SLURM_RESTART_COUNT:-0}" != 3/0 ] || errors=3\n'
+        'for i in 0 1 2 3 4 5 6 7; do echo "$i, GPU-$i, 81559, 600, $errors"; done\n'
+    )
+    tool.chmod(0o755)
     environment |= {"MHAR_TRAIN_DATA": f"[{corpus}/train]", "MHAR_VALID_DATA": f"[{corpus}/valid]"}
+    environment["PATH"] = f"{tool.parent}:{environment['PATH']}"
     command = ["sbatch", "--parsable", "--array=0,3", f"--output={tmp_path}/%a.log"]
     overrides = (str(ROOT / "slurm/compare_methods.sbatch"), *SMALL, *SHORT, "model.vocab_size=128")
     number = slurm(*command, *overrides, env=environment).strip()
@@ -130,6 +140,14 @@ def test_a_job_array(environment: dict[str, str], corpus: Path, tmp_path: Path) 
         until_completed(f"{number}_{task}", tmp_path / f"{task}.log")
         summary = RunSummary.read(RunFiles(tmp_path / "runs" / f"100m-{method}").summary)
         assert (summary.method, summary.steps) == (method, 4)
+    (start, end), (first, bad, second, last) = (
+        read_attempts(tmp_path / "runs" / f"100m-{m}") for m in ("baseline", "mhar")
+    )
+    assert (start.event, end.text) == ("start", "finished"), "what happens to one task does not happen to the others"
+    assert first.job == number and last.text == "finished"
+    node = first.text.removeprefix("on ")
+    assert bad.text.startswith(f"node {node} is bad") and f"requeued without {node}, goes on from step 0" in bad.text
+    assert second.text.startswith("on ") and node not in second.text
 
 
 def send(environment: dict[str, str], folder: Path, *arguments: str) -> tuple[str, Path, str]:

@@ -94,6 +94,16 @@ def test_a_run_that_finishes_is_not_started_again(job: Job) -> None:
     assert len((job.bin / "calls").read_text().splitlines()) == 1
 
 
+def test_whether_it_is_finished_for_another_job_mhar_says(job: Job) -> None:
+    """Another job may have been given another config."""
+    job.start(FINISH)
+    code, output = job.start("exit 0", SLURM_JOB_ID="13")
+    assert code == 0 and "NEXT" in output and job.ends() == ["finished", "finished"]
+    refusal = 'echo "99.1 2 mhar says: another config" >"$MHAR_LOGS/node-0000.end"; exit 143'
+    code, output = job.start(refusal, SLURM_JOB_ID="14")
+    assert code == 2 and "mhar says: another config; not requeued" in output and "NEXT" not in output
+
+
 def test_the_command_is_that_of_launch_node_with_what_the_user_gave_last(job: Job) -> None:
     job.start(FINISH, "optimizer.lr=1", MHAR_TRAIN_DATA="[/a, /b]", MHAR_CONTAINER="img", MHAR_MOUNTS="/a:/a")
     call = (job.bin / "calls").read_text()
@@ -152,10 +162,15 @@ def test_a_run_that_another_job_trains_is_left_alone(job: Job) -> None:
     process = job._popen("sleep 60", ())
     while not read_attempts(job.run_dir):
         time.sleep(0.05)
-    job._tool("squeue", '[ "$2" = --jobs=12 ] && echo RUNNING')
+    # Of the number of an array's last task Slurm tells all tasks.
+    job._tool("squeue", '[ "$2" = --jobs=12 ] && echo "11 12_0 RUNNING"')
     try:
+        job._tool("squeue", '[ "$2" = --jobs=12 ] && { echo "11 12_0 RUNNING"; echo "12 12_3 RUNNING"; }')
         code, output = job.start(FINISH, SLURM_JOB_ID="13")
-        assert code == 2 and f"{job.run_dir}: job 12 is training in this folder" in output
+        assert (
+            code == 2
+            and f"{job.run_dir}: job 12_3 is training in this folder; wait for its end, scancel 12_3," in output
+        )
         assert [(attempt.job, attempt.event) for attempt in read_attempts(job.run_dir)] == [("12", "start")]
     finally:
         os.killpg(process.pid, signal.SIGKILL)
@@ -201,6 +216,16 @@ def test_a_task_that_the_array_does_not_have() -> None:
             capture_output=True, text=True, timeout=60,
         )  # fmt: skip
         assert done.returncode == 2 and done.stderr.startswith(f"mhar: error: {message}"), done.stderr
+
+
+def test_a_task_of_an_array_is_called_by_its_own_name(job: Job) -> None:
+    """The last one's number is that of the array too: scontrol would requeue, and change, all tasks."""
+    array = {"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}
+    job.start('echo node2 >"$MHAR_LOGS/bad-nodes"; exit 3', **array)
+    requeue, show, update = job.requeued.read_text().splitlines()
+    assert (requeue, show) == ("requeue 12_3", "--oneliner show job 12_3")
+    assert update == "update JobId=12_3 ExcNodeList=node2"
+    assert [attempt.job for attempt in read_attempts(job.run_dir)] == ["12", "12"]
 
 
 def test_what_would_end_the_same_is_not_requeued(job: Job) -> None:

@@ -47,7 +47,11 @@ def test_sbatch_equals_torchrun_bit_for_bit(job: Job, undisturbed: Outcome) -> N
     assert read_state(job.run.run_dir).state == "finished"
     # Nothing is to be done any more.
     job.submit()
-    job.until("the second end", lambda: "is finished already" in job.text())
+    job.until_over("COMPLETED")
+    assert f"finished at step {STEPS} already" in job.text()
+    job.submit(overrides=("optimizer.lr=5",))
+    job.until_over("FAILED")
+    assert "holds a run with another config (optimizer.lr" in job.text(), "which is not finished"
 
 
 def test_signal_before_the_limit(job: Job, undisturbed: Outcome) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 FAULT_STEP = 3  # steps done when it happens; the checkpoint of step 2 is there
 HEARTBEAT_S = 3
+TIMEOUT_S = 10  # of collectives, in cases of ranks that hang
 LIMIT_S = 60  # a case may take so long
 # Of each: ranks, fault, the rank that has it, and the layout.
 CASES = {
@@ -34,6 +35,8 @@ CASES = {
     "wrong_input": (2, "wrong", 1, {}),
     "all_failed": (2, "diverge", 0, {}),
     "second_run_killed": (2, "second", 1, {}),
+    "hung": (4, "hang", 2, {"pipeline": 2, "timeout_s": TIMEOUT_S}),
+    "one_of_two_hung": (2, "hang", 0, {"timeout_s": TIMEOUT_S}),
     "slow": (4, "sleep", 2, {"pipeline": 2}),
 }
 TRACKED = "first_killed"  # sends its metrics to MLflow
@@ -75,6 +78,8 @@ def put_in(fault, folder, name="run"):
                 raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1")
             if fault == "wrong":
                 raise UserError("corpus/train.bin: the test has taken it away")
+            if fault == "hang":
+                time.sleep(LIMIT_S)
             if fault == "sleep":
                 time.sleep(3 * HEARTBEAT_S)
         return train_step(self, batches)
