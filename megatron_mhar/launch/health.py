@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
 from megatron_mhar.errors import UserError
-from megatron_mhar.launch.place import Place, host_name
+from megatron_mhar.launch.place import Place, host_name, hosts_of
 from megatron_mhar.run_files import RunFiles, checkpoint_path, checkpoint_steps
 
 Level = Literal["full", "quick", "off"]
@@ -284,12 +284,8 @@ def _verdict(found: Mapping[str, str]) -> dict[str, Any]:
 
 def _expected_host(node: int) -> str:
     """Name of a node that has not been heard, as Slurm has it."""
-    nodes = os.environ.get("SLURM_STEP_NODELIST")
-    if nodes:
-        with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError):
-            command = ["scontrol", "show", "hostnames", nodes]
-            listed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-            return listed.split()[node]
+    with contextlib.suppress(KeyError, IndexError):
+        return hosts_of(os.environ["SLURM_STEP_NODELIST"])[node]
     return f"number {node}"
 
 

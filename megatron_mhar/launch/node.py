@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -41,6 +41,7 @@ UNHEALTHY = 3
 _LOST = 128 + signal.SIGKILL  # exit code where another node is lost: as if all there had been killed
 _POLL_S = 0.1
 _SAVE_S = 300  # for ranks that may be saving
+_ROOM = 4096  # bytes of a reason
 _KILL_AFTER_S = 10  # between SIGTERM and SIGKILL for ranks that hang once another has failed
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _PR_SET_PDEATHSIG = 1
@@ -271,19 +272,55 @@ class Node:
 def leave_reason(logs: Path, node: int, code: int, reason: str) -> None:
     """Write ``node-<node>.end``, once: the first reason stays.
 
-    Where the logs cannot be written (their disk is full, or read-only now) it is left in this machine's folder for
-    temporary files, as ``mhar-<name of the logs' folder>``, where the job's script looks too.
+    On a full disk it takes the room that :func:`reserve_reason` has kept. Where the logs cannot be written otherwise it
+    is left in this machine's folder for temporary files, as ``mhar-<name of the logs' folder>``, where the job's script
+    looks too; in a container that folder may be another one.
     """
+    line = f"{time.time():.3f} {code} {' '.join(reason.split())}"[: _ROOM - 1] + "\n"
     for folder in (logs, Path(tempfile.gettempdir()) / f"mhar-{logs.name}"):
-        file = folder / f"node-{node:04d}.end"
+        file, room = folder / f"node-{node:04d}.end", _room(folder, node)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if not file.exists():
-                file.write_text(f"{time.time():.3f} {code} {' '.join(reason.split())}\n")
+            if file.exists():
+                return
+            if room.exists():
+                with room.open("r+", encoding="utf-8") as kept:
+                    kept.write(line)
+                    kept.truncate()
+                room.rename(file)
+            else:
+                file.write_text(line, encoding="utf-8")
             return
         except OSError:
             with contextlib.suppress(OSError):
                 file.unlink()  # a full disk has taken its name alone
+
+
+@contextlib.contextmanager
+def reserve_reason(logs: Path, node: int) -> Iterator[None]:
+    """Within the context there is room on the disk of the logs, which are made, for what :func:`leave_reason` writes.
+
+    Raises:
+        UserError: the folder of the logs cannot be made.
+    """
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"{logs}: logs cannot be written there ({error.strerror}); choose another folder by output_dir=..."
+        ) from None
+    room = _room(logs, node)
+    with contextlib.suppress(OSError):  # then it is left elsewhere
+        room.write_text(" " * _ROOM)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            room.unlink(missing_ok=True)
+
+
+def _room(logs: Path, node: int) -> Path:
+    return logs / f".node-{node:04d}"
 
 
 def leave_bad_nodes(logs: Path, hosts: Sequence[str]) -> None:
@@ -300,7 +337,8 @@ def leave_bad_nodes(logs: Path, hosts: Sequence[str]) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Run this node's ranks; the exit code is :meth:`Node.run`'s, 2 for bad input, 3 where nodes are not healthy."""
     logs = Path(os.environ["MHAR_LOGS"]) if os.environ.get("MHAR_LOGS") else None
-    node = int(os.environ.get("SLURM_NODEID") or 0)
+    number = os.environ.get("SLURM_NODEID") or os.environ.get("NODE_RANK") or ""
+    node = int(number) if number.isdecimal() else 0  # of what is wrong one speaks
     try:
         config, run_dir, command = _read(arguments)
         level = level_of(os.environ)
@@ -315,10 +353,15 @@ def main(arguments: Sequence[str]) -> int:
         code = 1
         with meeting:
             try:
-                code = Node(place, command, logs, meeting, patience_s=patience_s, linger_s=linger_s).run()
-            except OSError as error:
-                leave_reason(logs, place.node, code, f"launch/node on {host_name()} cannot start ranks: {error}")
+                with reserve_reason(logs, place.node):
+                    code = Node(place, command, logs, meeting, patience_s=patience_s, linger_s=linger_s).run()
+            except UserError:
+                code = BAD_INPUT
                 raise
+            except OSError as error:
+                reason = f"launch/node on {host_name()} cannot start ranks: {error}"
+                leave_reason(logs, place.node, code, reason)
+                say(reason)
             finally:
                 meeting.leave(code)
         return code
@@ -336,6 +379,9 @@ def main(arguments: Sequence[str]) -> int:
                 leave_bad_nodes(logs, error.hosts)
             leave_reason(logs, node, UNHEALTHY, str(error))
         return UNHEALTHY
+    except KeyboardInterrupt:  # before there are ranks, who are told otherwise
+        say("interrupted, before the ranks were started")
+        return 128 + signal.SIGINT
 
 
 def _read(arguments: Sequence[str]) -> tuple[RunConfig, Path, list[str]]:

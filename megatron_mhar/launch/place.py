@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from megatron_mhar.errors import UserError
 
 _DEFAULT_PORT = 29500  # torchrun's
+_LAST_PORT = 65535
 
 
 @dataclass(frozen=True)
@@ -60,18 +61,18 @@ def find_place(environment: Mapping[str, str]) -> Place:
                 "needed is --ntasks-per-node=1"
             )
         job = _number(environment, "SLURM_JOB_ID", least=0)
-        address = first_host(environment["SLURM_STEP_NODELIST"])
+        address = hosts_of(environment["SLURM_STEP_NODELIST"])[0]
         return Place(_number(environment, "SLURM_NODEID", least=0), nodes, ranks, address, port_of_job(job))
     nodes = _number(environment, "NNODES", default=1)
     if nodes == 1:
-        port = _number(environment, "MASTER_PORT", default=_free_port())
+        port = _number(environment, "MASTER_PORT", default=_free_port(), most=_LAST_PORT)
         return Place(0, 1, ranks, environment.get("MASTER_ADDR", "localhost"), port)
     node = _number(environment, "NODE_RANK", least=0)
     if node >= nodes:
         raise UserError(f"NODE_RANK: {node} given, but with NNODES {nodes} it must be below that")
     if not environment.get("MASTER_ADDR"):
         raise UserError(f"MASTER_ADDR: missing; with NNODES {nodes} it must name the host of node 0")
-    port = _number(environment, "MASTER_PORT", default=_DEFAULT_PORT)
+    port = _number(environment, "MASTER_PORT", default=_DEFAULT_PORT, most=_LAST_PORT)
     return Place(node, nodes, ranks, environment["MASTER_ADDR"], port)
 
 
@@ -83,11 +84,22 @@ def port_of_job(job: int) -> int:
     return 20000 + job % 10000
 
 
-def first_host(nodelist: str) -> str:
-    """First host of Slurm's short form: ``rack[2-4,7]-n[01-16],login`` -> ``rack2-n01``."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist)
-    assert first is not None
-    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
+def hosts_of(nodelist: str) -> list[str]:
+    """Hosts of Slurm's short form, ``rack[2-3]-n[09-10],login``; a container has no scontrol to ask."""
+    found = []
+    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
+        names = [""]
+        for number, piece in enumerate(re.split(r"\[([^\]]*)\]", part)):
+            choices = [piece] if number % 2 == 0 else [each for run in piece.split(",") for each in _numbers(run)]
+            names = [name + choice for name in names for choice in choices]
+        found += names
+    return found
+
+
+def _numbers(run: str) -> list[str]:
+    """``09-11`` -> 09, 10, 11; a number alone is itself."""
+    first, _, last = run.partition("-")
+    return [f"{number:0{len(first)}}" for number in range(int(first), int(last or first) + 1)]
 
 
 def _ranks(environment: Mapping[str, str]) -> int:
@@ -110,14 +122,17 @@ def _ranks(environment: Mapping[str, str]) -> int:
     return max(1, listed.count("GPU "))
 
 
-def _number(environment: Mapping[str, str], key: str, *, default: int | None = None, least: int = 1) -> int:
+def _number(
+    environment: Mapping[str, str], key: str, *, default: int | None = None, least: int = 1, most: int | None = None
+) -> int:
     text = environment.get(key, "")
     if not text and default is not None:
         return default
     if not text:
         raise UserError(f"{key}: missing; needed is a whole number")
-    if not text.isdecimal() or int(text) < least:
-        raise UserError(f"{key}: {text!r} given, but it must be a whole number of {least} or more")
+    if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
+        allowed = f"{least} or more" if most is None else f"{least} to {most}"
+        raise UserError(f"{key}: {text!r} given, but it must be a whole number of {allowed}")
     return int(text)
 
 

@@ -413,7 +413,7 @@ class Watch(AbstractContextManager["Watch"]):
             else "There is no complete checkpoint yet: the same command starts anew"
         )
         logger.error("%s. %s", text, rest)
-        if rank == 0 and self.rank == 1 and self.files.log.parent.is_dir():  # the log is rank 0's, which may write it yet
+        if rank == 0 and self.rank == 1 and self.files.log.parent.is_dir():  # the log was rank 0's to write
             with contextlib.suppress(OSError), self.files.log.open("a", encoding="utf-8") as log:
                 log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}. {rest}\n")
         with contextlib.suppress(OSError, ValueError):

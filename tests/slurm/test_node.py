@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -17,8 +18,8 @@ from megatron_mhar.config.load import dump_config
 from megatron_mhar.errors import UserError
 from megatron_mhar.launch import node, place
 from megatron_mhar.launch.health import Meeting
-from megatron_mhar.launch.node import Node
-from megatron_mhar.launch.place import Place, find_place, first_host, port_of_job
+from megatron_mhar.launch.node import Node, leave_reason, main, reserve_reason
+from megatron_mhar.launch.place import Place, find_place, hosts_of, port_of_job
 from tests.conftest import tiny_run
 from tests.launch import ROOT
 
@@ -70,18 +71,18 @@ def test_wrong_place_is_one_clear_error(environment: dict[str, str], message: st
 
 
 @pytest.mark.parametrize(
-    "nodelist,host",
+    "nodelist,hosts",
     [
         ("login", "login"),
-        ("node[1-4]", "node1"),
-        ("node[003,7-9]", "node003"),
-        ("a1,node[2-3]", "a1"),
-        ("rack[2-4,7]-n[01-16],login", "rack2-n01"),
-        ("gpu-a-[12-13]", "gpu-a-12"),
+        ("node[1-4]", "node1 node2 node3 node4"),
+        ("node[003,7-9]", "node003 node7 node8 node9"),
+        ("a1,node[2-3]", "a1 node2 node3"),
+        ("rack[2-3,7]-n[09-10],login", "rack2-n09 rack2-n10 rack3-n09 rack3-n10 rack7-n09 rack7-n10 login"),
+        ("gpu-a-[098-101]", "gpu-a-098 gpu-a-099 gpu-a-100 gpu-a-101"),
     ],
 )
-def test_first_host(nodelist: str, host: str) -> None:
-    assert first_host(nodelist) == host
+def test_hosts_of_slurms_short_form(nodelist: str, hosts: str) -> None:
+    assert hosts_of(nodelist) == hosts.split()
 
 
 def test_jobs_that_share_a_node_meet_at_other_ports() -> None:
@@ -116,6 +117,50 @@ def reason(logs: Path) -> str:
     match = re.fullmatch(r"\d+\.\d{3} (\d+ .*)\n", file.read_text())
     assert match is not None
     return match[1]
+
+
+def test_a_full_disk_has_room_for_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container this machine's temporary files are no place where the job's script looks."""
+    logs = tmp_path / "logs"
+
+    def full(self: Path, *_: object, **__: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with reserve_reason(logs, 3):
+        monkeypatch.setattr(Path, "write_text", full)
+        leave_reason(logs, 3, 2, "the disk is full")
+        leave_reason(logs, 3, 1, "and so it failed")
+    assert reason(logs) == "2 the disk is full" and [path.name for path in logs.iterdir()] == ["node-0003.end"]
+    monkeypatch.undo()
+    with reserve_reason(tmp_path / "well", 0):
+        pass
+    assert not list((tmp_path / "well").iterdir())
+
+
+@pytest.mark.parametrize(
+    "arguments,environment,code,said",
+    [
+        (("output_dir=/proc/x",), {}, 2, "mhar: error: "),
+        ((), {"MASTER_PORT": "99999"}, 2, "MASTER_PORT: '99999' given, but it must be a whole number of 1 to 65535"),
+        ((), {"SLURM_STEP_NODELIST": "a", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1",
+              "SLURM_JOB_ID": "1", "SLURM_NODEID": "x"}, 2, "SLURM_NODEID: 'x' given"),
+    ],
+    ids=["folder", "port", "node"],
+)  # fmt: skip
+def test_what_is_wrong_is_one_line(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...], environment: dict[str, str], code: int, said: str,
+) -> None:  # fmt: skip
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "MHAR_", "MASTER_", "NODE_")):
+            monkeypatch.delenv(name)
+    for name, value in ({"MHAR_HEALTH_CHECK": "off", "MHAR_RANKS_PER_NODE": "1"} | environment).items():
+        monkeypatch.setenv(name, value)
+    config = tmp_path / "run.yaml"
+    config.write_text(dump_config(tiny_run(corpus, tmp_path / "runs")))
+    assert main([str(config), *arguments]) == code
+    error = capfd.readouterr().err
+    assert said in error and len(error.splitlines()) == 1, error
 
 
 def test_every_rank_has_a_log_and_the_first_one_is_repeated(
