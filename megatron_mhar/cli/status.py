@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -39,10 +40,19 @@ def status(run_dir: Path, as_json: bool) -> None:
             "attempts": [attempt._asdict() for attempt in state.attempts],
             "remaining_s": None if remaining is None else remaining.total_seconds(),
         }
-        click.echo(json.dumps(values, indent=2, default=str))
+        click.echo(json.dumps(_finite(values), indent=2, default=str, allow_nan=False))
         return
     for line in _lines(state, run_dir, datetime.now(UTC)):
         click.echo(line)
+
+
+def _finite(value: Any) -> Any:
+    """The same with None for numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _lines(state: RunState, run_dir: Path, now: datetime) -> Iterator[str]:

@@ -23,6 +23,9 @@ from megatron_mhar.train.run_folder import RunFolder
 
 GIB = 2**30
 _ENDED_BADLY = re.compile(r"\bJobState=(FAILED|CANCELLED|TIMEOUT|NODE_FAIL|OUT_OF_MEMORY|BOOT_FAIL|DEADLINE)\b")
+_QUESTIONS = """echo "file=$(cat "$1" 2>/dev/null)"
+echo "interfaces=$(ls /sys/class/net 2>/dev/null | tr '\\n' ' ')"
+[ -x "$2/bin/mhar" ] && echo venv=yes || echo venv=no"""
 _SRUN_WAIT_S = 30  # for a free node; a busy cluster leaves the shared folder unchecked
 
 
@@ -177,24 +180,33 @@ def _check_limits(job: JobFile, found: Findings) -> None:
     partitions = _partitions(found)
     if partitions is None:
         return
-    name = job.option("partition")
-    chosen = [each for each in partitions if (each["PartitionName"] == name if name else each["Default"] == "YES")]
-    if not chosen:
-        there = ", ".join(each["PartitionName"] for each in partitions)
-        given = f"{name} given, but there is no such partition" if name else "not given, and none is the default"
-        found.problems.append(f"partition: {given}; there are {there} (SBATCH_PARTITION)")
+    by_name = {each["PartitionName"]: each for each in partitions}
+    asked_for = job.option("partition")
+    names = asked_for.split(",") if asked_for else [n for n, each in by_name.items() if each["Default"] == "YES"]
+    if not names or (unknown := [name for name in names if name not in by_name]):
+        given = (
+            f"{','.join(unknown)} given, but there is no such partition"
+            if names
+            else "not given, and none is the default"
+        )
+        found.problems.append(f"partition: {given}; there are {', '.join(by_name)} (SBATCH_PARTITION)")
         return
-    partition = chosen[0]
+    objections = [list(_limit_problems(job, by_name[name], asked, seconds)) for name in names]
+    if all(objections):  # of several, Slurm takes one that fits
+        found.problems += objections[0]
+
+
+def _limit_problems(job: JobFile, partition: dict[str, str], asked: str | None, seconds: int | None) -> Iterator[str]:
     title, limit = partition["PartitionName"], partition["MaxTime"]
     limit_s = parse_time(limit)
     if limit_s is not None and asked is not None and (seconds is None or seconds > limit_s):
-        found.problems.append(
+        yield (
             f"time: {asked} given, but partition {title} allows {limit}: the job would wait for ever (SBATCH_TIMELIMIT)"
         )
     for key in ("MaxNodes", "TotalNodes"):
         most = partition.get(key, "UNLIMITED")
         if most.isdecimal() and job.nodes > int(most):
-            found.problems.append(f"nodes: {job.nodes} given, but partition {title} has {key} {most}")
+            yield f"nodes: {job.nodes} given, but partition {title} has {key} {most}"
             break
 
 
@@ -258,7 +270,7 @@ def _check_shared(job: JobFile, folder: Path, found: Findings) -> None:
         found.problems.append(f"output_dir: {folder} cannot be written from here ({error.strerror}); MHAR_OUTPUT_DIR")
         return
     try:
-        seen = _read_on_a_node(job, mark)
+        seen = _ask_a_node(job, mark)
     except RuntimeError as error:
         found.unchecked.append(f"output_dir: whether nodes see {folder} ({error})")
         return
@@ -268,11 +280,19 @@ def _check_shared(job: JobFile, folder: Path, found: Findings) -> None:
         for each in made:
             with suppress(OSError):
                 each.rmdir()
-    if seen != mark.name:
+    if seen.get("file") != mark.name:
         found.problems.append(
             f"output_dir: a node does not see what is written to {folder} here: it is not on a shared file system; "
             "choose another by MHAR_OUTPUT_DIR or output_dir=..."
         )
+    interfaces = seen.get("interfaces", "").split()
+    for name in filter(None, job.environment.get("MHAR_INTERFACE", "").split(",")):
+        if interfaces and name not in interfaces:
+            there = ", ".join(interfaces)
+            found.problems.append(f"MHAR_INTERFACE: {name} given, but a node has none of that name; it has {there}")
+    venv = job.environment.get("MHAR_VENV")
+    if venv and not job.environment.get("MHAR_CONTAINER") and seen.get("venv") == "no":
+        found.problems.append(f"MHAR_VENV: a node does not see {venv}/bin/mhar: it is not on a shared file system")
 
 
 def _missing(folder: Path) -> list[Path]:
@@ -280,18 +300,19 @@ def _missing(folder: Path) -> list[Path]:
     return [each for each in (folder, *folder.parents) if not each.exists()]
 
 
-def _read_on_a_node(job: JobFile, file: Path) -> str:
-    """Contents of a file as a node has it, empty if it has none.
+def _ask_a_node(job: JobFile, file: Path) -> dict[str, str]:
+    """Contents of a file as a node has it, the node's network interfaces, and whether it sees the environment.
 
     Raises:
         RuntimeError: nothing could be run on a node: why.
     """
     if shutil.which("srun") is None:
         raise RuntimeError("srun is not on the path here")
-    options = [f"--{name}={value}" for name in ("partition", "account") if (value := job.option(name))]
+    options = [f"--{name}={value}" for name in ("partition", "account", "qos") if (value := job.option(name))]
     command = [
         "srun", "--nodes=1", "--ntasks=1", "--time=1", f"--immediate={_SRUN_WAIT_S}", "--quiet", *options,
-        "sh", "-c", 'echo; cat "$1" 2>/dev/null; exit 0', "sh", str(file.absolute()),
+        "sh", "-c", _QUESTIONS, "sh", str(file.absolute()),
+        str(job.root / (job.environment.get("MHAR_VENV") or ".venv")),
     ]  # fmt: skip
     try:
         done = subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=3 * _SRUN_WAIT_S)
@@ -300,7 +321,7 @@ def _read_on_a_node(job: JobFile, file: Path) -> str:
     if done.returncode:
         said = done.stderr.strip().splitlines()
         raise RuntimeError(f"no node was free for srun: {said[-1] if said else f'code {done.returncode}'}")
-    return done.stdout.strip()
+    return {name: answer for line in done.stdout.splitlines() for name, _, answer in [line.partition("=")]}
 
 
 def sbatch_command(job: JobFile, *flags: str) -> list[str]:

@@ -28,6 +28,7 @@ _INTERNAL = frozenset({"MHAR_LOGS"})  # exported by a job to its ranks
 _VARIABLES = {
     "partition": "SBATCH_PARTITION",
     "account": "SBATCH_ACCOUNT",
+    "qos": "SBATCH_QOS",
     "time": "SBATCH_TIMELIMIT",
     "gpus-per-node": "SBATCH_GPUS_PER_NODE",
     "array": "SBATCH_ARRAY_INX",
@@ -240,6 +241,8 @@ class JobFile:
         except OSError as error:
             return [f"{common}: cannot be read ({error.strerror}); submit from the checkout, or set MHAR_ROOT to it"]
         problems = []
+        if self.environment.get("MHAR_RENDER"):
+            problems.append("MHAR_RENDER: set, so that the job would print its commands and start none; unset it")
         for name in sorted(self.environment):
             if name.startswith("MHAR_") and name not in known | _INTERNAL:
                 near = get_close_matches(name, known, 1)

@@ -346,7 +346,8 @@ def main(arguments: Sequence[str]) -> int:
         if level != "off" and place.node == 0 and command[0] == "train":
             check_room(run_dir)
         place, meeting = check_nodes(place, logs=logs, level=level)
-        logs = logs or run_dir / "logs" / time.strftime("%Y%m%d-%H%M%S")
+        prefix = "" if command[0] == "train" else f"{command[0]}-"  # what becomes of an evaluation is not the run's
+        logs = logs or run_dir / "logs" / time.strftime(f"{prefix}%Y%m%d-%H%M%S")
         patience_s = config.parallel.heartbeat_s + 15
         linger_s = patience_s + config.tracking.drain_timeout_s
         meeting.keep(max(30, config.parallel.heartbeat_s))

@@ -126,8 +126,11 @@ def read_state(run_dir: Path, *, now: datetime | None = None) -> RunState:
 
 
 def last_failure(run_dir: Path) -> tuple[datetime, str] | None:
-    """When and why a rank failed first, from the newest folder of logs; None where no node has left a reason there."""
-    folders = sorted((run_dir / "logs").glob("*/"), key=lambda folder: folder.stat().st_mtime)
+    """When and why a rank failed first, from the newest folder of logs; None where no node has left a reason there.
+
+    Evaluations have logs of their own, which are not looked at.
+    """
+    folders = sorted((run_dir / "logs").glob("[!e]*/"), key=lambda folder: folder.stat().st_mtime)
     found = []
     for file in folders[-1].glob("node-*.end") if folders else ():
         with suppress(OSError, ValueError, OverflowError):

@@ -35,8 +35,14 @@ def test_bad_input_ends_the_job_with_its_reason(job: Job) -> None:
 JOBS = sorted((ROOT / "slurm").glob("*.sbatch"))
 
 
+SCRIPTS = (
+    "slurm/common.sh", "launch/node", "launch/find-python", "launch/make-venv", "docker/test-image",
+    "tests/slurm/cluster", ".ci/run",
+)  # fmt: skip
+
+
 def test_scripts_are_clean() -> None:
-    scripts = [*JOBS, *(ROOT / name for name in ("slurm/common.sh", "launch/node", "tests/slurm/cluster", ".ci/run"))]
+    scripts = [*JOBS, *(ROOT / name for name in SCRIPTS)]
     done = subprocess.run(["shellcheck", "-x", *scripts], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout
 

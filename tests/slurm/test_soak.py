@@ -125,4 +125,4 @@ def test_nothing_is_lost(
     say(
         f"{done.total()} faults in {runs} runs, nothing lost: " + ", ".join(f"{n} x {kind}" for kind, n in done.items())
     )
-    assert done
+    assert done.total() >= 0.6 * FAULTS, "a soak of so few faults shows little: more MINUTES, or a faster machine"

@@ -84,6 +84,10 @@ def test_a_failure_by_hand_is_told(run_dir: Path) -> None:
     state = read_state(run_dir, now=NOW)
     assert state.state == "ended" and state.failure == (when, "bad input")
     assert "bad input" in CliRunner().invoke(status, [str(run_dir)], catch_exceptions=False).output
+    evaluation = run_dir / "logs/evaluate-20260102-113000"
+    evaluation.mkdir()
+    (evaluation / "node-0000.end").write_text(f"{when.timestamp():.3f} 2 no complete checkpoint\n")
+    assert read_state(run_dir, now=NOW).failure == (when, "bad input"), "an evaluation is not the run"
     os.utime(logs, (1, 1))
     (run_dir / "logs/20260102-120000").mkdir()
     assert read_state(run_dir, now=NOW).state == "running", "started again since"
@@ -165,6 +169,18 @@ def test_command(run_dir: Path) -> None:
     values = json.loads(CliRunner().invoke(status, [str(run_dir), "--json"], catch_exceptions=False).output)
     assert (values["step"], values["checkpoint"], values["remaining_s"]) == (40, 30, 140)
     assert values["attempts"][1]["text"] == END[-1]
+
+
+def test_a_loss_without_bounds_is_null_in_json(run_dir: Path) -> None:
+    journal = Journal(RunFiles(run_dir).journal)
+    journal.write(40, {"train/loss": float("inf")}, round(NOW.timestamp() * 1000))
+    journal.close()
+    text = CliRunner().invoke(status, [str(run_dir), "--json"], catch_exceptions=False).output
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    assert json.loads(text, parse_constant=refuse)["train_loss"] == [40, None]
 
 
 def test_it_is_told_without_torch(run_dir: Path) -> None:

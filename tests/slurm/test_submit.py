@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from megatron_mhar.cli.submit import submit
-from megatron_mhar.config.load import dump_config
+from megatron_mhar.config.load import dump_config, load_config
 from megatron_mhar.errors import UserError
 from megatron_mhar.launch.jobfile import JobFile, parse_time
 from tests.conftest import tiny_run
@@ -220,6 +220,8 @@ def test_refused(cluster: Path, arguments: tuple[str, ...], message: str) -> Non
         ("MHAR_OUTPUT_DIR", "/proc/out", "output_dir: /proc/out cannot be written from here"),
         ("MHAR_RANKS_PER_NODE", "9", "MHAR_RANKS_PER_NODE: 9 given, but the job has 8 GPUs a node, one a rank"),
         ("MHAR_ROOT", "/no/checkout", "/no/checkout/slurm/common.sh: cannot be read"),
+        ("MHAR_INTERFACE", "lo,bogus0", "MHAR_INTERFACE: bogus0 given, but a node has none of that name; it has "),
+        ("MHAR_RENDER", "1", "MHAR_RENDER: set, so that the job would print its commands and start none"),
         ("SBATCH_EXPORT", "NONE", "export: NONE given, so that the job would not get MHAR_OUTPUT_DIR, "),
         ("SBATCH_OUTPUT", "/no/logs/%j", "output: the job's log would lie in /no/logs, which does not exist"),
     ],
@@ -229,6 +231,25 @@ def test_wrong_choices_of_the_site(
 ) -> None:
     monkeypatch.setenv(name, value)
     assert message in refused(PRETRAIN)
+
+
+def test_of_several_partitions_one_must_fit(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SBATCH_PARTITION", "short,main")
+    assert call(PRETRAIN).exit_code == 0
+    assert "partition: gpu given" in refused("--partition", "main,gpu", PRETRAIN)
+    assert "time: 3-0 given, but partition short allows 01:00:00" in refused("--time", "3-0", PRETRAIN)
+
+
+def test_what_is_in_the_run_folder(cluster: Path) -> None:
+    """Another run's is refused."""
+    job = JobFile(ROOT / PRETRAIN, (), {}, os.environ)
+    (training,) = job.trainings(job.render(None))
+    config = load_config(training.config, training.overrides)
+    config.run_dir.mkdir(parents=True)
+    (config.run_dir / "config.yaml").write_text(dump_config(config))
+    (config.run_dir / "checkpoints" / "step_00000004").mkdir(parents=True)
+    assert call(PRETRAIN).exit_code == 0
+    assert "holds a run with another config (optimizer.lr: " in refused(PRETRAIN, "optimizer.lr=5")
 
 
 def test_several_reasons_are_told_at_once(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
