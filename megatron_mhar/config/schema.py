@@ -278,8 +278,11 @@ class SkipConfig(Section):
     spike_factor: float | None = Field(
         None, gt=1, description="skip steps whose gradient norm is over so many times its running median"
     )
+    loss_rise: float | None = Field(
+        None, gt=0, description="skip steps whose loss is over its running median by so much (one more sum over ranks)"
+    )
     spike_window: PositiveInt = Field(
-        128, description="steps that the median is taken over; until so many are made, none is a spike"
+        128, description="steps that the medians are taken over; until so many are made, none is a spike"
     )
     max_in_row: PositiveInt = Field(10, description="so many skipped steps in a row stop the run; 1: the first does")
 

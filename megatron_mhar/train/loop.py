@@ -268,7 +268,11 @@ class Trainer:
         self.optimizer.megatron.zero_grad()
         loss = self._mean_loss(next(batches), z_loss=self.config.optimizer.z_loss, forward_only=False)
         self.lr = self.optimizer.lr
-        _, norm = self.optimizer.step(loss, self.skips.accepts)
+        accepts = self.skips.accepts
+        if self.config.training.skip.loss_rise is not None:
+            mean = mean_of_last_stage(None if loss is None else loss.detach().reshape(1).clone(), 1)
+            accepts = partial(accepts, loss=float(mean))
+        _, norm = self.optimizer.step(loss, accepts)
         return loss, norm
 
     def _samples(self, step: int, steps: int = 1) -> str:

@@ -1,4 +1,4 @@
-"""Which steps leave the weights as they are: those whose loss or gradients are not finite, or whose gradients spike.
+"""Which steps leave the weights as they are: those whose loss or gradients are not finite, or spike.
 
 As in megatron-core, a skipped step counts as a step and its samples as consumed, but weights, optimizer state, average
 and learning-rate schedule stay where they were.
@@ -15,7 +15,7 @@ from megatron_mhar.config.schema import SkipConfig
 
 
 class Skips:
-    """Decides by the gradient norm alone, which all ranks have in common: they all come to the same decision.
+    """Decides by gradient norm and mean loss, which all ranks have in common: they all come to the same decision.
 
     Attributes:
         in_row: steps skipped since the last one that was made.
@@ -28,28 +28,37 @@ class Skips:
         self.in_row = self.total = 0
         self.why = ""
         self._norms: deque[float] = deque(maxlen=settings.spike_window)
+        self._losses: deque[float] = deque(maxlen=settings.spike_window)
 
-    def accepts(self, norm: float) -> bool:
-        """Whether the step with this gradient norm is made; it is counted."""
-        self.why = self._objection(norm)
+    def accepts(self, norm: float, loss: float | None = None) -> bool:
+        """Whether the step with this gradient norm and mean loss, if that is known, is made; it is counted."""
+        self.why = self._objection(norm, loss)
         if self.why:
             self.in_row += 1
             self.total += 1
         else:
             self.in_row = 0
             self._norms.append(norm)
+            if loss is not None:
+                self._losses.append(loss)
         return not self.why
 
-    def _objection(self, norm: float) -> str:
-        factor = self.settings.spike_factor
-        if not math.isfinite(norm):
+    def _objection(self, norm: float, loss: float | None) -> str:
+        factor, rise, window = self.settings.spike_factor, self.settings.loss_rise, self.settings.spike_window
+        if not (math.isfinite(norm) and (loss is None or math.isfinite(loss))):
             return "loss or gradients are not finite"
-        if factor is None or len(self._norms) < self.settings.spike_window:
+        if (
+            factor is not None
+            and len(self._norms) == window
+            and norm > factor * (median := statistics.median(self._norms))
+        ):
+            return f"the gradient norm is over {factor:g} times {median:.4g}, the median of the last {window}"
+        if rise is None or loss is None or len(self._losses) < window:
             return ""
-        median = statistics.median(self._norms)
-        if norm <= factor * median:
-            return ""
-        return f"the gradient norm is over {factor:g} times {median:.4g}, the median of the last {len(self._norms)}"
+        median = statistics.median(self._losses)
+        return f"the loss is over {median:.4g}, the median of the last {window}, by more than {rise:g}" * (
+            loss > median + rise
+        )
 
     @property
     def exhausted(self) -> bool:
@@ -58,9 +67,10 @@ class Skips:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: plain numbers, exactly."""
-        return {"in_row": self.in_row, "total": self.total, "norms": list(self._norms)}
+        return {"in_row": self.in_row, "total": self.total, "norms": list(self._norms), "losses": list(self._losses)}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from what :meth:`state` gave, also with another window."""
         self.in_row, self.total = state["in_row"], state["total"]
         self._norms = deque(state["norms"], maxlen=self.settings.spike_window)
+        self._losses = deque(state.get("losses", ()), maxlen=self.settings.spike_window)  # older checkpoints have none

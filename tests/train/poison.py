@@ -27,7 +27,10 @@ def state(trainer):
 
 @contextmanager
 def poisoned(steps):
-    """Within the context the ``steps`` of every run are spoilt, {step: "nan", "spike" (gradients) or "loss"}.
+    """Within the context the ``steps`` of every run are spoilt.
+
+    Args:
+        steps: {step: "nan" or "spike" (of gradients), "loss" (infinite) or "rise" (of the loss)}.
 
     Yields:
         Steps that have left this rank's state as it was.
@@ -59,7 +62,7 @@ def poisoned(steps):
 
     def spoiling(self, batches, **others):
         loss = mean_loss(self, batches, **others)
-        return loss + math.inf if poison() == "loss" and loss is not None else loss
+        return loss if loss is None else loss + {"loss": math.inf, "rise": 5.0}.get(poison(), 0.0)
 
     trainer_class.train_step, trainer_class._mean_loss, loop.finalize_model_grads = stepping, spoiling, finalizing
     try:

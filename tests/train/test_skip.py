@@ -40,6 +40,30 @@ def test_a_spike_is_judged_by_the_median_of_the_steps_made():
     assert not skips.accepts(3 * statistics.median([50, 2, 3, 7.5]) + 0.1), "the first step is out of the window"
 
 
+def test_a_rise_of_the_loss_is_judged_by_the_median_of_the_steps_made():
+    skips = Skips(SkipConfig(loss_rise=0.5, spike_window=3))
+    assert all(skips.accepts(1.0, loss) for loss in (9.0, 3.0, 2.0))  # too few to tell
+    assert (
+        not skips.accepts(1.0, 3.51) and skips.why == "the loss is over 3, the median of the last 3, by more than 0.5"
+    )
+    assert not skips.accepts(1.0, math.nan)
+    other = Skips(skips.settings)
+    other.load_state(skips.state())
+    assert other.accepts(1.0, 3.5) and not other.accepts(1.0, 3.51), "the median of 3, 2 and 3.5"
+    other.load_state({"in_row": 0, "total": 0, "norms": [1.0]})  # of a checkpoint without losses
+    assert other.accepts(1.0, 100.0)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_step_whose_loss_rises_is_skipped(tmp_path, corpus):
+    config = tiny_run(corpus, tmp_path, training={"skip": {"loss_rise": 2, "spike_window": 3}, "log_interval": 4})
+    with poisoned({5: "rise"}) as unmoved:
+        summary, metrics = train(config)
+    assert unmoved == [5] and summary.skipped_steps == 1
+    assert math.isfinite(dict(metrics["train/grad_norm"])[5]), "it is the loss that tells"
+    assert "the median of the last 3, by more than 2: loss 9." in RunFiles(config.run_dir).log.read_text()
+
+
 def test_decisions_go_on_from_a_state():
     norms = [1.0 + step % 7 * 0.3 + 9.0 * (step % 5 == 4) for step in range(40)]
     whole = Skips(SkipConfig(spike_factor=3, spike_window=6))
