@@ -122,7 +122,13 @@ class Rank:
         if code == -signal.SIGUSR1:  # training itself answers the notice
             return 128 - code, f"{who} was told to stop while it did not train, and had nothing to save"
         if code < 0:
-            return 128 - code, f"{who} was killed by {signal.Signals(-code).name}"
+            # NCCL's watchdog ends a process whose message was not answered in time, and leaves what each rank did.
+            traces = self.log.parent / "nccl-trace-rank-"
+            told = f"; what NCCL did is in {traces}*" if any(traces.parent.glob(f"{traces.name}*")) else ""
+            return (
+                128 - code,
+                f"{who} was killed by {signal.Signals(-code).name}{told if code == -signal.SIGABRT else ''}",
+            )
         lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         last = lines[-1] if lines else "it said nothing"
         if code == BAD_INPUT:

@@ -47,18 +47,15 @@ class Skips:
         factor, rise, window = self.settings.spike_factor, self.settings.loss_rise, self.settings.spike_window
         if not (math.isfinite(norm) and (loss is None or math.isfinite(loss))):
             return "loss or gradients are not finite"
-        if (
-            factor is not None
-            and len(self._norms) == window
-            and norm > factor * (median := statistics.median(self._norms))
-        ):
-            return f"the gradient norm is over {factor:g} times {median:.4g}, the median of the last {window}"
-        if rise is None or loss is None or len(self._losses) < window:
-            return ""
-        median = statistics.median(self._losses)
-        return f"the loss is over {median:.4g}, the median of the last {window}, by more than {rise:g}" * (
-            loss > median + rise
-        )
+        if factor is not None and len(self._norms) == window:
+            median = statistics.median(self._norms)
+            if norm > factor * median:
+                return f"the gradient norm is over {factor:g} times {median:.4g}, the median of the last {window}"
+        if rise is not None and loss is not None and len(self._losses) == window:
+            median = statistics.median(self._losses)
+            if loss > median + rise:
+                return f"the loss is over {median:.4g}, the median of the last {window}, by more than {rise:g}"
+        return ""
 
     @property
     def exhausted(self) -> bool:
