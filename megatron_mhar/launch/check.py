@@ -12,6 +12,8 @@ from contextlib import chdir, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import click
+
 from megatron_mhar.config.layout import check_layout
 from megatron_mhar.config.load import load_config
 from megatron_mhar.config.schema import RunConfig
@@ -58,6 +60,8 @@ def check_job(job: JobFile, *, gpu_gib: float) -> Findings:
     for task, commands in tasks:
         where = job.path.name if task is None else f"{job.path.name}, task {task}"
         makes_data = any("mhar data" in " ".join(command) for command in commands)
+        for arguments in job.mhar_arguments(commands):
+            _check_arguments(where, arguments, found)
         for evaluation in job.evaluations(commands):
             _check_evaluation(job, where, evaluation, found)
         for training in job.trainings(commands):
@@ -100,6 +104,26 @@ def _load(job: JobFile, training: TrainCommand) -> RunConfig:
         return load_config(training.config, training.overrides)
 
 
+def _check_arguments(where: str, arguments: Sequence[str], found: Findings) -> None:
+    """Whether mhar would take them, so far as they alone tell."""
+    from megatron_mhar.cli.main import cli
+
+    command: click.Command | None = cli
+    left = list(arguments)
+    while isinstance(command, click.Group):
+        command = command.get_command(click.Context(command), left.pop(0)) if left else None
+    name = " ".join(["mhar", *arguments[: len(arguments) - len(left)]])
+    if command is None:
+        found.problems.append(f"{where}: {name}: there is no such command")
+        return
+    try:
+        command.make_context(name, left)
+    except click.UsageError as error:
+        found.problems.append(f"{where}: {name}: {error.format_message()}")
+    except click.exceptions.Exit:
+        found.problems.append(f"{where}: {name}: would print its help, and do nothing")
+
+
 def _check_evaluation(job: JobFile, where: str, evaluation: EvaluateCommand, found: Findings) -> None:
     config = RunFiles(evaluation.run_dir).config
     if not config.is_file():
@@ -110,7 +134,7 @@ def _check_evaluation(job: JobFile, where: str, evaluation: EvaluateCommand, fou
         return
     try:
         with chdir(job.root):
-            check_layout(load_config(config, evaluation.overrides), job.nodes * job.ranks_per_node)
+            check_layout(load_config(config, evaluation.overrides), evaluation.nodes * job.ranks_per_node)
     except UserError as error:
         found.problems.append(f"{where}: {error}")
 

@@ -48,10 +48,11 @@ class TrainCommand:
 
 @dataclass(frozen=True)
 class EvaluateCommand:
-    """A start of ``launch/node evaluate``: the run's folder, and what replaces keys of its config."""
+    """A start of ``launch/node evaluate``: the run's folder, what replaces keys of its config, on how many nodes."""
 
     run_dir: Path
     overrides: tuple[str, ...]
+    nodes: int
 
 
 @dataclass(frozen=True)
@@ -215,9 +216,8 @@ class JobFile:
         for command in commands:
             for place, word in enumerate(command):
                 if word.endswith("launch/node") and command[place + 1 : place + 2] not in ([], ["evaluate"]):
-                    nodes = next((w for w in command[:place] if w.startswith("--nodes=")), f"--nodes={self.nodes}")
                     config, *overrides = command[place + 1 :]
-                    found.append(TrainCommand(Path(config), tuple(overrides), int(nodes.partition("=")[2])))
+                    found.append(TrainCommand(Path(config), tuple(overrides), self._nodes_of(command[:place])))
                     break
         return found
 
@@ -229,7 +229,23 @@ class JobFile:
                 if word.endswith("launch/node") and command[place + 1 : place + 2] == ["evaluate"]:
                     run_dir, *rest = command[place + 2 :]
                     overrides = tuple(word for word in rest if "=" in word and not word.startswith("-"))
-                    found.append(EvaluateCommand(self.root / run_dir, overrides))
+                    found.append(EvaluateCommand(self.root / run_dir, overrides, self._nodes_of(command[:place])))
+                    break
+        return found
+
+    def _nodes_of(self, options: Sequence[str]) -> int:
+        """Of an srun command, by its options: all of the job unless it says so."""
+        return next((int(word.partition("=")[2]) for word in options if word.startswith("--nodes=")), self.nodes)
+
+    @staticmethod
+    def mhar_arguments(commands: Sequence[Sequence[str]]) -> list[list[str]]:
+        """What those of the commands that do not train tell mhar."""
+        found = []
+        for command in commands:
+            for place, word in enumerate(command):
+                after = list(command[place + 1 :])
+                if word == "mhar" or (word.endswith("launch/node") and after[:1] == ["evaluate"]):
+                    found.append(after)
                     break
         return found
 

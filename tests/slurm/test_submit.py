@@ -199,6 +199,8 @@ def test_the_pair_has_one_seed_and_one_order_of_data(cluster: Path) -> None:
         ((PRETRAIN, "--nodes=4"), r"--nodes=4: options of mhar submit stand before FILE: mhar submit --nodes=4 \.\.\."),
         ((PRETRAIN, "trainin.steps=3"), r"pretrain_1b\.sbatch: command line: trainin\.steps=3: .*unknown key"),
         (("no.sbatch",), r"no\.sbatch: cannot be read as a job file"),
+        (("slurm/prepare_data.sbatch", "--nonsense"), r"mhar data demo: No such option:? .?--nonsense"),
+        (("slurm/prepare_data.sbatch", "training.steps=4"), r"mhar data demo: Got unexpected extra argument"),
     ],
 )  # fmt: skip
 def test_refused(cluster: Path, arguments: tuple[str, ...], message: str) -> None:
@@ -289,7 +291,8 @@ def test_an_evaluation_needs_a_run(cluster: Path, tmp_path: Path, corpus: Path) 
     run = tiny_run(corpus, tmp_path / "out", training={"global_batch_size": 16})
     run.run_dir.mkdir(parents=True)
     (run.run_dir / "config.yaml").write_text(dump_config(run))
-    assert call(evaluate, str(run.run_dir), "--batches", "all").exit_code == 0
+    assert call("--nodes", "3", evaluate, str(run.run_dir), "--batches", "all").exit_code == 0, "it takes one node"
+    assert "mhar evaluate: Invalid value for '--batches'" in refused(evaluate, str(run.run_dir), "--batches", "some")
     assert "training.global_batch_size: 12 given, but on 8 ranks" in refused(
         evaluate, str(run.run_dir), "training.global_batch_size=12"
     )
