@@ -25,7 +25,7 @@ def check_layout(config: RunConfig, world: int) -> int:
         product = "" if len(given) == 1 else f" = {model_ranks}"
         raise UserError(
             f"parallel.{' x '.join(given)}: {' x '.join(map(str, given.values()))}{product} given, but it must divide "
-            f"the number of ranks, {world}; start as many with torchrun --nproc-per-node"
+            f"the number of ranks, {world} (torchrun --nproc-per-node, or nodes x GPUs of a job)"
         )
     data_parallel = world // model_ranks
     replicas = data_parallel * parallel.context
