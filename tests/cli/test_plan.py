@@ -122,8 +122,8 @@ def test_a_layout_that_does_not_fit_is_one_error(capsys):
     code, out, err = plan(capsys, *MIDDLE, "--gpus", "12")
     assert (code, out) == (2, "")
     assert err == (
-        "mhar: error: parallel.tensor x pipeline: 4 x 2 = 8 given, but it must divide the number of ranks, 12; "
-        "start as many with torchrun --nproc-per-node\n"
+        "mhar: error: parallel.tensor x pipeline: 4 x 2 = 8 given, but it must divide the number of ranks, 12 "
+        "(torchrun --nproc-per-node, or nodes x GPUs of a job)\n"
     )
     code, out, err = plan(capsys, *MIDDLE, "--gpus", "4096", "--json")
     assert (code, out) == (2, "")
