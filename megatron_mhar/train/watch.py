@@ -20,6 +20,7 @@ import logging
 import math
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import sys
@@ -49,7 +50,9 @@ EXIT_CODE = 1
 _BEATS = 6  # within heartbeat_s
 _LEAVING_POLL_S = 0.05
 _PACKAGE = __name__.partition(".")[0] + "."
-_WAITS = ("wait", "item", "tolist", "cpu", "synchronize", "_cuda_synchronize")
+# Calls in which a thread waits for a message or, by that, for the device: on the line that it is in.
+_WAITS = ("wait", "item", "tolist", "cpu", "float", "synchronize", "_cuda_synchronize", "run_backward")
+_LOOKERS = 4  # of the ranks that have waited in vain
 
 
 @dataclass(frozen=True)
@@ -198,7 +201,9 @@ class Watch(AbstractContextManager["Watch"]):
         self._unneeded = threading.Event()  # the store that this rank keeps, by the others
         self._out = threading.Event()  # the main thread has come out of the context, by itself
         self._helpless = False  # but another rank's end may be why
-        self._helpless_since = math.inf
+        self._look_at = math.inf  # when to look for ranks that hang, and what was seen
+        self._looks: list[dict[int, Beat]] = []
+        self._waited_in_vain = ""  # how long, as torch says it
         self._leaving = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -233,7 +238,10 @@ class Watch(AbstractContextManager["Watch"]):
         self._threads = []
         if error is not None and _is_of_communication(error):
             with _unsignalled():
-                self._helpless_since, self._helpless = time.monotonic(), True
+                if _is_time_out(error):
+                    self._waited_in_vain = " ".join(str(error).split())[:200]
+                    self._look_at = time.monotonic() + self.heartbeat_s
+                self._helpless = True
                 self._out.set()
                 judging.join(self.heartbeat_s + _BEATS * self.interval_s)  # ends the process if one is missing or hangs
             self._helpless = False
@@ -294,22 +302,32 @@ class Watch(AbstractContextManager["Watch"]):
             elif seconds > self.heartbeat_s:
                 self._accuse(store, rank, self._lost(beat, f"has not been heard from for {seconds:.0f} s"))
 
-        if self._verdict is None and time.monotonic() - self._helpless_since > self.heartbeat_s:
-            self._helpless_since = math.inf
-            self._find_hung(store)
+        if self._verdict is None and time.monotonic() > self._look_at:
+            self._look_for_hung(store)
 
-    def _find_hung(self, store: Store) -> None:
-        """Name the ranks for which this one has waited in vain, if they stand out: all are there, and few do not wait.
+    def _look_for_hung(self, store: Store) -> None:
+        """Name the ranks for which this one has waited in vain, if they stand out.
 
-        Of all ranks that have waited in vain one looks, and only once.
+        That takes two looks at the beats of all ranks: who hangs goes on beating, does not wait for others, and has not
+        moved from one look to the next. Most ranks must wait; of those that have waited in vain a few look.
         """
-        if store.add("looks for hung ranks", 1) > 1:
+        if not self._looks and store.add("looks for hung ranks", 1) > _LOOKERS:
+            self._look_at = math.inf
             return
         beats = [beat for rank in range(self.world) if rank != self.rank and (beat := self._hear(store, rank))]
-        hung = [beat for beat in beats if not (beat.waits or beat.ended)]
+        self._looks.append({beat.rank: beat for beat in beats if not (beat.waits or beat.ended)})
+        self._look_at = time.monotonic() + 2 * self.interval_s if len(self._looks) == 1 else math.inf
+        if len(self._looks) == 1 or len(beats) < self.world - 1:
+            return
+        first, second = self._looks
+        hung = [
+            beat for rank, beat in second.items()
+            if (before := first.get(rank)) and before.number < beat.number
+            and (before.step, before.place) == (beat.step, beat.place)
+        ]  # fmt: skip
         if hung and (len(hung) < self.world / 2 or self.world == 2):
-            others = f", and for {len(hung) - 1} more" if len(hung) > 1 else ""
-            text = f"hangs: rank {self.rank} has waited in vain for it{others}"
+            others = f", and for rank {', '.join(str(beat.rank) for beat in hung[1:])}" if len(hung) > 1 else ""
+            text = f"hangs: rank {self.rank} has waited in vain for it{others} ({self._waited_in_vain})"
             self._accuse(store, hung[0].rank, self._lost(hung[0], text))
 
     def _hear(self, store: Store, rank: int) -> Beat | None:
@@ -484,15 +502,21 @@ def _place(frames: Iterator[tuple[FrameType, int]]) -> str:
 
 
 def _is_waiting(frame: FrameType | None) -> bool:
-    """Whether a thread's innermost call is one of torch.distributed, or waits for a message or the device."""
+    """Whether a thread's innermost call is one of torch.distributed, or may wait for a message or the device."""
     if frame is None:
         return False
-    if frame.f_globals.get("__name__", "").startswith("torch.distributed"):
-        return True
-    # What is called is no frame, being none of Python's; by its bytecode, since a source file may lie on a lost disk.
-    names = [each.argval for each in dis.get_instructions(frame.f_code)
-             if each.offset < frame.f_lasti and each.opname in ("LOAD_ATTR", "LOAD_METHOD")]  # fmt: skip
-    return bool(names) and names[-1] in _WAITS
+    module = frame.f_globals.get("__name__", "")
+    if module.startswith("torch.distributed"):
+        return not module.startswith("torch.distributed.checkpoint")  # which waits for disks
+    # What is called is no frame, being none of Python's; by bytecode, since the source's file may lie on a lost disk.
+    here = (each for each in dis.get_instructions(frame.f_code)
+            if each.positions is not None and each.positions.lineno == frame.f_lineno)  # fmt: skip
+    return any(each.argval in _WAITS for each in here if each.opname.startswith("LOAD_"))
+
+
+def _is_time_out(error: BaseException) -> bool:
+    """Whether an error of communication says that others did not come in time."""
+    return re.search(r"tim(ed|e) ?-?out", str(error), re.IGNORECASE) is not None
 
 
 def _when(step: int) -> str:

@@ -8,7 +8,9 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -99,7 +101,7 @@ def test_a_stopped_rank_that_keeps_the_store_is_named_too(results):
 def test_a_rank_that_hangs_is_named_and_not_those_that_have_waited_for_it(results, case):
     """Its heart beats on; the time-out of a message is another rank's error, and no fault of that one."""
     world, _, victim, _ = CASES[case]
-    what = rf"hangs: rank \d has waited in vain for it, after step {FAULT_STEP}{SEEN}"
+    what = rf"hangs: rank \d has waited in vain for it \(.*\), after step {FAULT_STEP}{SEEN}"
     everyone = list(range(world))
     expect(results[case], victim, what, codes=1, within_s=TIMEOUT_S + HEARTBEAT_S + 15, survivors=everyone)
     assert all("failed after step" not in said for said in results[case]["said"])
@@ -120,6 +122,37 @@ def test_a_rank_that_is_cut_off_from_the_living_says_so_after_waiting_for_a_dead
     what = rf"failed after step {FAULT_STEP}, in [\w.]+, line \d+: RuntimeError: \[gloo.*Connection closed by peer.*:1"
     expect(results["cut_off"], 1, what, codes=1, within_s=HEARTBEAT_S + 20)
     assert results["cut_off"]["seconds"][1] > HEARTBEAT_S
+
+
+def test_a_slow_rank_has_no_part_in_another_s_broken_connection(results):
+    what = rf"failed after step {FAULT_STEP}, in [\w.]+, line \d+: RuntimeError: \[gloo.*Connection closed by peer.*:1"
+    expect(results["cut_off_from_a_slow_one"], 1, what, codes=1, within_s=HEARTBEAT_S + 20)
+
+
+def test_who_waits_is_known_by_the_call_that_a_thread_is_in():
+    def inside(call, *arguments):
+        """Whether a thread waits that is within ``call``: looked at from a thread of its own."""
+        thread = threading.Thread(target=call, args=arguments, daemon=True)
+        thread.start()
+        time.sleep(0.2)
+        found = watch._is_waiting(sys._current_frames()[thread.ident])
+        return found
+
+    lock = threading.Lock()
+    lock.acquire()
+
+    class Handle:
+        wait, read = lock.acquire, lock.acquire
+
+    def waits(handle, limit):
+        handle.wait(True, limit.max)
+
+    def reads(handle, limit):
+        handle.read(True, limit.max)
+
+    limit = SimpleNamespace(max=5.0)
+    assert inside(waits, Handle, limit) and not inside(reads, Handle, limit)
+    assert not watch._is_waiting(None)
 
 
 def test_wrong_input_of_one_rank_is_its_message(results):

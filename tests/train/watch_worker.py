@@ -37,6 +37,7 @@ CASES = {
     "second_run_killed": (2, "second", 1, {}),
     "hung": (4, "hang", 2, {"pipeline": 2, "timeout_s": TIMEOUT_S}),
     "one_of_two_hung": (2, "hang", 0, {"timeout_s": TIMEOUT_S}),
+    "cut_off_from_a_slow_one": (2, "cut, and another is slow", 1, {}),
     "slow": (4, "sleep", 2, {"pipeline": 2}),
 }
 TRACKED = "first_killed"  # sends its metrics to MLflow
@@ -94,8 +95,11 @@ def run_rank(folder, fault, victim):
     from megatron_mhar.cli.main import main
     from megatron_mhar.config.load import load_config
 
+    fault, _, another = fault.partition(", and another is ")
     if os.environ["RANK"] == str(victim):
         put_in(fault, folder, "again" if fault == "second" else "run")
+    elif another == "slow":
+        put_in("sleep", folder)
     if fault == "second":
         from megatron_mhar import platform
         from megatron_mhar.train.loop import train
