@@ -143,7 +143,7 @@ train() {
     render "${command[@]}"
     return
   fi
-  # Another job may have been given other settings: what is finished for them, or refused, mhar train says.
+  # Its requeues have the same settings. Another job may have others: what is finished for them, or refused, mhar says.
   if finished_by_this_job; then
     say "$run_dir is finished already"
     return
@@ -151,7 +151,7 @@ train() {
 
   # What commands are told: the number of an array's last task is also that of the whole array.
   local job=$SLURM_JOB_ID
-  [ -z "${SLURM_ARRAY_TASK_ID:-}" ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+  [ -z "${SLURM_ARRAY_TASK_ID:-}" ] || job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}_$SLURM_ARRAY_TASK_ID
   local earlier its_restart running
   while read -r earlier its_restart; do
     running=""
@@ -220,6 +220,7 @@ train() {
       fi
       ;;
   esac
+  [ -z "$before" ] || reason="the run there is finished, but whether for these settings was not to be learned: $reason"
   if [ "$(fruitless_starts)" -gt "$MHAR_RETRIES" ]; then
     end "$reason; gave up: $MHAR_RETRIES requeues brought no newer checkpoint than that of step $(newest_step)"
     exit 1

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import secrets
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import chdir, suppress
+from contextlib import chdir, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from megatron_mhar.config.layout import check_layout
 from megatron_mhar.config.load import load_config
 from megatron_mhar.config.schema import RunConfig
 from megatron_mhar.errors import UserError
+from megatron_mhar.launch.health import missing_interface
 from megatron_mhar.launch.jobfile import EvaluateCommand, JobFile, TrainCommand, parse_time
 from megatron_mhar.pipeline.estimate import estimate_layout
 from megatron_mhar.run_files import RunFiles
@@ -25,7 +27,8 @@ from megatron_mhar.train.run_folder import RunFolder
 
 GIB = 2**30
 _ENDED_BADLY = re.compile(r"\bJobState=(FAILED|CANCELLED|TIMEOUT|NODE_FAIL|OUT_OF_MEMORY|BOOT_FAIL|DEADLINE)\b")
-_QUESTIONS = """echo "file=$(cat "$1" 2>/dev/null)"
+_QUESTIONS = """echo
+echo "file=$(cat "$1" 2>/dev/null)"
 echo "interfaces=$(ls /sys/class/net 2>/dev/null | tr '\\n' ' ')"
 [ -x "$2/bin/mhar" ] && echo venv=yes || echo venv=no"""
 _SRUN_WAIT_S = 30  # for a free node; a busy cluster leaves the shared folder unchecked
@@ -109,19 +112,21 @@ def _check_arguments(where: str, arguments: Sequence[str], found: Findings) -> N
     from megatron_mhar.cli.main import cli
 
     command: click.Command | None = cli
+    context: click.Context | None = None
+    name: str | None = "mhar"
     left = list(arguments)
-    while isinstance(command, click.Group):
-        command = command.get_command(click.Context(command), left.pop(0)) if left else None
-    name = " ".join(["mhar", *arguments[: len(arguments) - len(left)]])
-    if command is None:
-        found.problems.append(f"{where}: {name}: there is no such command")
-        return
     try:
-        command.make_context(name, left)
+        with redirect_stdout(io.StringIO()):
+            while command is not None:
+                context = command.make_context(name, list(left), parent=context)
+                if not isinstance(command, click.Group):
+                    return
+                name, command, left = command.resolve_command(context, left)  # a group of ours has no options
+    except (click.exceptions.Exit, click.exceptions.NoArgsIsHelpError):
+        found.facts.append(f"{where}: {' '.join(['mhar', *arguments])} tells help or version")
     except click.UsageError as error:
-        found.problems.append(f"{where}: {name}: {error.format_message()}")
-    except click.exceptions.Exit:
-        found.problems.append(f"{where}: {name}: would print its help, and do nothing")
+        at = error.ctx.command_path if error.ctx is not None else "mhar"
+        found.problems.append(f"{where}: {at}: {error.format_message()}")
 
 
 def _check_evaluation(job: JobFile, where: str, evaluation: EvaluateCommand, found: Findings) -> None:
@@ -310,10 +315,9 @@ def _check_shared(job: JobFile, folder: Path, found: Findings) -> None:
             "choose another by MHAR_OUTPUT_DIR or output_dir=..."
         )
     interfaces = seen.get("interfaces", "").split()
-    for name in filter(None, job.environment.get("MHAR_INTERFACE", "").split(",")):
-        if interfaces and name not in interfaces:
-            there = ", ".join(interfaces)
-            found.problems.append(f"MHAR_INTERFACE: {name} given, but a node has none of that name; it has {there}")
+    if interfaces and (name := missing_interface(job.environment.get("MHAR_INTERFACE"), interfaces)):
+        there = ", ".join(interfaces)
+        found.problems.append(f"MHAR_INTERFACE: {name} given, but a node has none of that name; it has {there}")
     venv = job.environment.get("MHAR_VENV")
     if venv and not job.environment.get("MHAR_CONTAINER") and seen.get("venv") == "no":
         found.problems.append(f"MHAR_VENV: a node does not see {venv}/bin/mhar: it is not on a shared file system")

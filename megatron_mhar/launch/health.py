@@ -126,13 +126,19 @@ def check_interface(names: str | None) -> None:
         UserError: one is not there; the error names those that are.
     """
     there = [name for _, name in socket.if_nameindex()]
-    for name in (names or "").split(","):
-        # NCCL takes the beginning of a name, and forms with a sign before it.
-        if name.strip() and name[0] not in "^=" and not any(each.startswith(name.strip()) for each in there):
-            raise UserError(
-                f"MHAR_INTERFACE: {names!r} given, but {host_name()} has no such network interface; it has "
-                f"{', '.join(there)}"
-            )
+    if missing_interface(names, there) is not None:
+        raise UserError(
+            f"MHAR_INTERFACE: {names!r} given, but {host_name()} has no such network interface; it has "
+            f"{', '.join(there)}"
+        )
+
+
+def missing_interface(names: str | None, there: Sequence[str]) -> str | None:
+    """The first of ``names`` that is none of ``there``; NCCL takes beginnings of names, and signs before them."""
+    for name in (each.strip() for each in (names or "").split(",")):
+        if name and name[0] not in "^=" and not any(each.startswith(name) for each in there):
+            return name
+    return None
 
 
 def node_problems(ranks: int) -> list[str]:
@@ -284,7 +290,7 @@ def _verdict(found: Mapping[str, str]) -> dict[str, Any]:
 
 def _expected_host(node: int) -> str:
     """Name of a node that has not been heard, as Slurm has it."""
-    with contextlib.suppress(KeyError, IndexError):
+    with contextlib.suppress(KeyError, IndexError, ValueError):
         return hosts_of(os.environ["SLURM_STEP_NODELIST"])[node]
     return f"number {node}"
 

@@ -282,7 +282,7 @@ def leave_reason(logs: Path, node: int, code: int, reason: str) -> None:
     is left in this machine's folder for temporary files, as ``mhar-<name of the logs' folder>``, where the job's script
     looks too; in a container that folder may be another one.
     """
-    line = f"{time.time():.3f} {code} {' '.join(reason.split())}"[: _ROOM - 1] + "\n"
+    line = f"{time.time():.3f} {code} {' '.join(reason.split())}".encode()[: _ROOM - 1] + b"\n"
     for folder in (logs, Path(tempfile.gettempdir()) / f"mhar-{logs.name}"):
         file, room = folder / f"node-{node:04d}.end", _room(folder, node)
         try:
@@ -290,12 +290,12 @@ def leave_reason(logs: Path, node: int, code: int, reason: str) -> None:
             if file.exists():
                 return
             if room.exists():
-                with room.open("r+", encoding="utf-8") as kept:
+                with room.open("r+b") as kept:
                     kept.write(line)
                     kept.truncate()
                 room.rename(file)
             else:
-                file.write_text(line, encoding="utf-8")
+                file.write_bytes(line)
             return
         except OSError:
             with contextlib.suppress(OSError):
@@ -307,14 +307,9 @@ def reserve_reason(logs: Path, node: int) -> Iterator[None]:
     """Within the context there is room on the disk of the logs, which are made, for what :func:`leave_reason` writes.
 
     Raises:
-        UserError: the folder of the logs cannot be made.
+        OSError: the folder of the logs cannot be made.
     """
-    try:
-        logs.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"{logs}: logs cannot be written there ({error.strerror}); choose another folder by output_dir=..."
-        ) from None
+    logs.mkdir(parents=True, exist_ok=True)
     room = _room(logs, node)
     with contextlib.suppress(OSError):  # then it is left elsewhere
         room.write_text(" " * _ROOM)
@@ -323,6 +318,21 @@ def reserve_reason(logs: Path, node: int) -> Iterator[None]:
     finally:
         with contextlib.suppress(OSError):
             room.unlink(missing_ok=True)
+
+
+def _own_logs(folder: Path) -> Path:
+    """The folder, made.
+
+    Raises:
+        UserError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"{folder}: logs cannot be written there ({error.strerror}); choose another folder by output_dir=..."
+        ) from None
+    return folder
 
 
 def _room(logs: Path, node: int) -> Path:
@@ -343,8 +353,9 @@ def leave_bad_nodes(logs: Path, hosts: Sequence[str]) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Run this node's ranks; the exit code is :meth:`Node.run`'s, 2 for bad input, 3 where nodes are not healthy."""
     logs = Path(os.environ["MHAR_LOGS"]) if os.environ.get("MHAR_LOGS") else None
-    number = os.environ.get("SLURM_NODEID") or os.environ.get("NODE_RANK") or ""
-    node = int(number) if number.isdecimal() else 0  # of what is wrong one speaks
+    # Slurm's nodes have one log, in which one of them says what is wrong with all; started by hand, each has its own.
+    number = os.environ.get("SLURM_NODEID", "")
+    node = int(number) if number.isdecimal() else 0
     try:
         config, run_dir, command = _read(arguments)
         level = level_of(os.environ)
@@ -352,8 +363,9 @@ def main(arguments: Sequence[str]) -> int:
         if level != "off" and place.node == 0 and command[0] == "train":
             check_room(run_dir)
         place, meeting = check_nodes(place, logs=logs, level=level)
-        prefix = "" if command[0] == "train" else f"{command[0]}-"  # what becomes of an evaluation is not the run's
-        logs = logs or run_dir / "logs" / time.strftime(f"{prefix}%Y%m%d-%H%M%S")
+        if logs is None:
+            prefix = "" if command[0] == "train" else f"{command[0]}-"  # what becomes of an evaluation is not the run's
+            logs = _own_logs(run_dir / "logs" / time.strftime(f"{prefix}%Y%m%d-%H%M%S"))
         patience_s = config.parallel.heartbeat_s + 15
         linger_s = patience_s + config.tracking.drain_timeout_s
         meeting.keep(max(30, config.parallel.heartbeat_s))
@@ -362,10 +374,7 @@ def main(arguments: Sequence[str]) -> int:
             try:
                 with reserve_reason(logs, place.node):
                     code = Node(place, command, logs, meeting, patience_s=patience_s, linger_s=linger_s).run()
-            except UserError:
-                code = BAD_INPUT
-                raise
-            except OSError as error:
+            except OSError as error:  # of this node, it may be: another start may be on another one
                 reason = f"launch/node on {host_name()} cannot start ranks: {error}"
                 leave_reason(logs, place.node, code, reason)
                 say(reason)

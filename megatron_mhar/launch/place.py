@@ -61,7 +61,11 @@ def find_place(environment: Mapping[str, str]) -> Place:
                 "needed is --ntasks-per-node=1"
             )
         job = _number(environment, "SLURM_JOB_ID", least=0)
-        address = hosts_of(environment["SLURM_STEP_NODELIST"])[0]
+        hosts = environment["SLURM_STEP_NODELIST"]
+        try:
+            address = hosts_of(hosts)[0]
+        except (ValueError, IndexError):
+            raise UserError(f"SLURM_STEP_NODELIST: {hosts!r} given, but it must name hosts as Slurm does") from None
         return Place(_number(environment, "SLURM_NODEID", least=0), nodes, ranks, address, port_of_job(job))
     nodes = _number(environment, "NNODES", default=1)
     if nodes == 1:
@@ -85,7 +89,13 @@ def port_of_job(job: int) -> int:
 
 
 def hosts_of(nodelist: str) -> list[str]:
-    """Hosts of Slurm's short form, ``rack[2-3]-n[09-10],login``; a container has no scontrol to ask."""
+    """Hosts of Slurm's short form, ``rack[2-3]-n[09-10],login``; a container has no scontrol to ask.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if nodelist.count("[") != nodelist.count("]"):
+        raise ValueError(nodelist)
     found = []
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
         names = [""]

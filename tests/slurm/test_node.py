@@ -144,8 +144,13 @@ def test_a_full_disk_has_room_for_the_reason(tmp_path: Path, monkeypatch: pytest
         ((), {"MASTER_PORT": "99999"}, 2, "MASTER_PORT: '99999' given, but it must be a whole number of 1 to 65535"),
         ((), {"SLURM_STEP_NODELIST": "a", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1",
               "SLURM_JOB_ID": "1", "SLURM_NODEID": "x"}, 2, "SLURM_NODEID: 'x' given"),
+        ((), {"SLURM_STEP_NODELIST": "n[1-", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1",
+              "SLURM_JOB_ID": "1"}, 2, "SLURM_STEP_NODELIST: 'n[1-' given, but it must name hosts"),
+        ((), {"NNODES": "2", "NODE_RANK": "1"}, 2, "MASTER_ADDR: missing"),
+        (("no=key",), {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "localhost"}, 2, "unknown key"),
+        ((), {"MHAR_LOGS": "/proc/none"}, 1, "cannot start ranks: [Errno 2]"),
     ],
-    ids=["folder", "port", "node"],
+    ids=["folder", "port", "node", "hosts", "address", "by hand", "logs of a job"],
 )  # fmt: skip
 def test_what_is_wrong_is_one_line(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
@@ -159,8 +164,8 @@ def test_what_is_wrong_is_one_line(
     config = tmp_path / "run.yaml"
     config.write_text(dump_config(tiny_run(corpus, tmp_path / "runs")))
     assert main([str(config), *arguments]) == code
-    error = capfd.readouterr().err
-    assert said in error and len(error.splitlines()) == 1, error
+    told = "".join(capfd.readouterr())
+    assert said in told and len(told.splitlines()) == 1, told
 
 
 def test_every_rank_has_a_log_and_the_first_one_is_repeated(

@@ -222,7 +222,11 @@ def test_refused(cluster: Path, arguments: tuple[str, ...], message: str) -> Non
         ("MHAR_OUTPUT_DIR", "/proc/out", "output_dir: /proc/out cannot be written from here"),
         ("MHAR_RANKS_PER_NODE", "9", "MHAR_RANKS_PER_NODE: 9 given, but the job has 8 GPUs a node, one a rank"),
         ("MHAR_ROOT", "/no/checkout", "/no/checkout/slurm/common.sh: cannot be read"),
-        ("MHAR_INTERFACE", "lo,bogus0", "MHAR_INTERFACE: bogus0 given, but a node has none of that name; it has "),
+        (
+            "MHAR_INTERFACE",
+            "lo,^docker,bogus0",
+            "MHAR_INTERFACE: bogus0 given, but a node has none of that name; it has ",
+        ),
         ("MHAR_RENDER", "1", "MHAR_RENDER: set, so that the job would print its commands and start none"),
         ("SBATCH_EXPORT", "NONE", "export: NONE given, so that the job would not get MHAR_OUTPUT_DIR, "),
         ("SBATCH_OUTPUT", "/no/logs/%j", "output: the job's log would lie in /no/logs, which does not exist"),
