@@ -177,13 +177,13 @@ class Node:
             rank.repeat()
         if self._noticed:  # while they were being started
             self._tell(signal.SIGUSR1)
-        code, over = 0, None  # when the first one ended well
+        code, over, explained = 0, None, False  # when the first one ended well
         while left := [rank for rank in self._ranks if rank.poll() is None]:
             failed = [rank for rank in self._ranks if rank.poll()]
             elsewhere = self.meeting.ended()
             patience_s = self.patience_s
             if failed:
-                code = self._explain(failed)
+                code, explained = self._explain(failed), True
             elif None in elsewhere.values():
                 code, patience_s = self._tell_of_lost(elsewhere), _SAVE_S
             elif any(elsewhere.values()) and not self._noticed:  # who was told to stop may end with any code
@@ -198,7 +198,8 @@ class Node:
                 break
             time.sleep(_POLL_S)
         failed = [rank for rank in self._ranks if rank.poll()]
-        if failed and not code:
+        # Bad input is told also where another node's ranks were the first to find it: there, on another screen.
+        if failed and not explained and (not code or any(rank.poll() == BAD_INPUT for rank in failed)):
             code = self._explain(failed)
         for rank in self._ranks:
             rank.finish()
