@@ -48,7 +48,7 @@ logger = logging.getLogger("megatron_mhar")
 
 EXIT_CODE = 1
 _BEATS = 6  # within heartbeat_s
-_LEAVING_POLL_S = 0.05
+_POLL_S = 0.05  # for what comes soon: the others' first beats, and their leave
 _PACKAGE = __name__.partition(".")[0] + "."
 # Calls in which a thread waits for a message or, by that, for the device: on the line that it is in.
 _WAITS = ("wait", "item", "tolist", "cpu", "float", "synchronize", "_cuda_synchronize", "run_backward")
@@ -266,7 +266,8 @@ class Watch(AbstractContextManager["Watch"]):
                 if leaving or self._verdict is not None:
                     self._take_leave(store)
                     return
-                self._leaving.wait(self.interval_s)
+                met = self._silences.keys() <= self._heard.keys()  # who is lost before that could not be named
+                self._leaving.wait(self.interval_s if met else min(_POLL_S, self.interval_s))
         except DistError as error:
             self._broken = error
         except Exception:
@@ -367,7 +368,7 @@ class Watch(AbstractContextManager["Watch"]):
             # Whoever is dead too says nothing.
             limit = 3 * self.interval_s if self._verdict is not None else self.parallel.timeout_s
             go_at = min(go_at, time.monotonic() + limit)
-            time.sleep(_LEAVING_POLL_S)
+            time.sleep(_POLL_S)
             self._listen(store)
         self._unneeded.set()
 

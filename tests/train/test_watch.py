@@ -22,7 +22,15 @@ from megatron_mhar.launch.place import _free_port
 from megatron_mhar.run_files import RunFiles
 from megatron_mhar.tracking.journal import load_metrics
 from megatron_mhar.train import watch
-from megatron_mhar.train.watch import Process, Silence, Watch, _first_watched, _is_of_communication, _process_status
+from megatron_mhar.train.watch import (
+    Beat,
+    Process,
+    Silence,
+    Watch,
+    _first_watched,
+    _is_of_communication,
+    _process_status,
+)
 from tests.launch import ROOT
 from tests.train.watch_worker import CASES, FAULT_STEP, HEARTBEAT_S, LIMIT_S, TIMEOUT_S, TRACKED, write_config
 
@@ -335,3 +343,25 @@ def test_ranks_that_met_through_a_file_are_told_that_they_are_not_watched(one_ra
     with watched:
         assert threading.active_count() == before
     assert "the ranks met through a FileStore" in caplog.text and "after 7 s" in caplog.text
+
+
+def test_a_first_beat_is_heard_at_once_lest_a_rank_be_lost_without_a_name(one_rank, tmp_path, monkeypatch):
+    """Rank 0 comes later than rank 1, which would look again after 10 s."""
+    store = torch.distributed.TCPStore("localhost", _free_port(), is_master=True)
+    monkeypatch.setattr(watch, "_default_store", lambda: store)
+    monkeypatch.setattr(watch, "on_first_rank", lambda action: "prefix")
+    watched = Watch(RunFiles(tmp_path), ParallelConfig(heartbeat_s=60))
+    watched.rank, watched.world, watched._keeps_store = 1, 2, False
+    first = Beat(0, Process.this(), 0, 0, "", waits=False, ended=False)
+    with watched:
+        time.sleep(0.3)
+        assert watched._heard == {}
+        store.set("mhar/watch/prefix/beat/0", first.dump())
+        for _ in range(100):
+            if watched._heard:
+                break
+            time.sleep(0.05)
+        assert watched._heard == {0: first}
+        rounds = watched._rounds
+        time.sleep(0.3)
+        assert watched._rounds <= rounds + 1, "once all are there it looks as often as it beats"
