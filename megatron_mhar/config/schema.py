@@ -232,7 +232,9 @@ class ParallelConfig(Section):
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     join_s: PositiveInt = Field(300, description="seconds that a rank which has started waits for the others to start")
-    timeout_s: PositiveInt = Field(600, description="seconds until a collective without an answer fails")
+    timeout_s: PositiveInt = Field(
+        600, description="seconds of waiting for other ranks after which one that hangs is named, and all end"
+    )
     heartbeat_s: PositiveInt = Field(
         30, description="seconds of silence after which a rank is taken for dead and named, and the others end"
     )
@@ -241,6 +243,11 @@ class ParallelConfig(Section):
     def num_stages(self) -> int:
         """Pipeline stages over all ranks."""
         return self.pipeline * self.virtual_stages
+
+    @property
+    def collective_timeout_s(self) -> int:
+        """Seconds until torch ends a collective without an answer: late enough for the watch to name who hangs."""
+        return self.timeout_s + 2 * self.heartbeat_s
 
     @model_validator(mode="after")
     def _supported(self) -> ParallelConfig:

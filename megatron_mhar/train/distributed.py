@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import math
 import os
 import time
 from collections.abc import Callable
@@ -70,7 +71,7 @@ def initialize(config: RunConfig) -> torch.device:
         )
     device = platform.setup(local_rank())
     if not torch.distributed.is_initialized():
-        timeout = datetime.timedelta(seconds=config.parallel.timeout_s)
+        timeout = datetime.timedelta(seconds=config.parallel.collective_timeout_s)
         if world_size() == 1:
             # One process needs no address to meet at.
             store: Store = HashStore()
@@ -107,7 +108,7 @@ def initialize(config: RunConfig) -> torch.device:
             pipeline_model_parallel_size=parallel.pipeline,
             context_parallel_size=parallel.context,
             expert_model_parallel_size=parallel.expert,
-            distributed_timeout_minutes=max(1, parallel.timeout_s // 60),
+            distributed_timeout_minutes=math.ceil(parallel.collective_timeout_s / 60),
         )
     for key, (asked, found) in sizes.items():
         if found() != asked:

@@ -67,7 +67,7 @@ def evaluate(
             progress = stack.enter_context(ProgressLog(None, total=config.training.steps, start=found))
             trainer = Trainer(config, folder, device, progress, None, digests, trains=False)
             found = _load(trainer, folder.files, found, step)
-            watch.steps_done = lambda: found
+            watch.steps_done, watch.passes = lambda: found, lambda: trainer.passes
             at_once = None if batches is None else 1
             loss = trainer.evaluate(average=False, at_once=at_once)
             averaged = config.optimizer.ema_decay is not None

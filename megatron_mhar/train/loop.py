@@ -99,7 +99,7 @@ def train(config: RunConfig) -> RunSummary | None:
             stack.push(watch)
             trainer = Trainer(config, folder, device, progress, tracker, digests)
             stack.callback(trainer.release)
-            watch.steps_done = lambda: trainer.steps_done
+            watch.steps_done, watch.passes = lambda: trainer.steps_done, lambda: trainer.passes
             summary = trainer.run(start)
             return summary if first else None
     finally:
@@ -166,6 +166,7 @@ class Trainer:
         self.lr = self.optimizer.lr  # of the last step
         self.stop_signal: int | None = None
         self.steps_done = 0
+        self.passes = 0  # runs of the schedule begun, to train and to evaluate
         self.routing: RoutingMap | None = None
         precision = "fp8" if self.models[0].config.fp8 else config.training.precision
         tflops = config.training.peak_tflops
@@ -294,6 +295,7 @@ class Trainer:
     def _mean_loss(self, batches: Batches, *, z_loss: float, forward_only: bool) -> Tensor | None:
         """Run megatron-core's schedule over micro-batches; on the last stage the mean loss of this rank's tokens."""
         training = self.config.training
+        self.passes += 1
         schedule = self.forward_backward if forward_only else self.train_schedule
         losses = schedule(
             forward_step_func=partial(forward_step, z_loss=z_loss),

@@ -4,7 +4,9 @@ Every rank beats: a thread of its own writes, some times within ``parallel.heart
 store through which the ranks met. It reads the beats of at most three others, whatever the number of ranks: of the
 next rank, of the next one on its own machine, whose process it can look for, and of rank 0 where that keeps the store.
 The first to miss one writes a verdict; everyone reads it, says it, and ends. A rank that fails by an exception writes
-the verdict on itself.
+the verdict on itself. One that hangs goes on beating: a rank that has waited ``parallel.timeout_s`` for others looks at
+all beats for the one that keeps them waiting. That is told from the beats, and not from a collective's own time-out,
+since NCCL answers that by aborting the ranks that have waited.
 
 A rank whose main thread is slow goes on beating. What can keep the beating thread from running is one long call that
 holds Python's lock, or a process that is stopped; ``heartbeat_s`` must be longer than the former.
@@ -20,7 +22,6 @@ import logging
 import math
 import multiprocessing
 import os
-import re
 import signal
 import socket
 import sys
@@ -52,7 +53,7 @@ _POLL_S = 0.05  # for what comes soon: the others' first beats, and their leave
 _PACKAGE = __name__.partition(".")[0] + "."
 # Calls in which a thread waits for a message or, by that, for the device: on the line that it is in.
 _WAITS = ("wait", "item", "tolist", "cpu", "float", "synchronize", "_cuda_synchronize", "run_backward")
-_LOOKERS = 4  # of the ranks that have waited in vain
+_LOOKERS = 4  # of the ranks that wait in vain
 
 
 @dataclass(frozen=True)
@@ -118,8 +119,9 @@ class Beat:
         process: its process.
         number: counts its beats.
         step: steps done.
+        passes: runs of the schedule begun, in training and in evaluation.
         place: function and line of ours that its main thread is in.
-        waits: whether its main thread waits for other ranks, or has waited in vain.
+        waits: whether its main thread waits for other ranks, or has lost touch with one.
         ended: whether it has left; no beat follows.
     """
 
@@ -127,6 +129,7 @@ class Beat:
     process: Process
     number: int
     step: int
+    passes: int
     place: str
     waits: bool
     ended: bool
@@ -145,9 +148,13 @@ class Beat:
         """The rank, for a message."""
         return f"rank {self.rank} on host {self.process.host} (pid {self.process.pid})"
 
+    def at(self) -> tuple[int, int, str]:
+        """What does not change while the main thread stays where it is."""
+        return self.step, self.passes, self.place
+
 
 class Silence:
-    """How long a counter has stood still for someone who looks at it about every ``interval_s`` seconds.
+    """How long a value has stood still for someone who looks at it about every ``interval_s`` seconds.
 
     Time in which the onlooker did not run is not counted: who was suspended with all others wakes up to no alarm.
     """
@@ -155,11 +162,11 @@ class Silence:
     def __init__(self, interval_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._longest, self._clock = 2 * interval_s, clock
         self._looked = clock()
-        self._value: int | None = None
+        self._value: object = None
         self._seconds = 0.0
 
-    def look(self, value: int | None) -> float:
-        """Seconds since the counter was first seen at ``value``; None stands for a counter that is not there yet."""
+    def look(self, value: object) -> float:
+        """Seconds since it was first seen to be ``value``; None stands for one that is not there yet."""
         now = self._clock()
         self._seconds = self._seconds + min(now - self._looked, self._longest) if value == self._value else 0.0
         self._looked, self._value = now, value
@@ -171,8 +178,7 @@ class Watch(AbstractContextManager["Watch"]):
 
     If another rank is lost, an error that names it is logged and the process ends with :data:`EXIT_CODE`: the main
     thread may be in a call that never returns. An exception that leaves the context is told to the other ranks; one of
-    torch.distributed's is often another rank's death, and so held back until it is clear that no rank is missing; or
-    another rank's hang, and then it is that rank which is named: the one that does not wait while all others do.
+    torch.distributed's is often another rank's death, and so held back until it is clear that no rank is missing.
 
     One process alone has nothing to watch. Ranks that met through another store than torch's TCPStore are not watched,
     and rank 0 says so.
@@ -180,14 +186,15 @@ class Watch(AbstractContextManager["Watch"]):
     Args:
         files: of the run; its newest complete checkpoint is told, and its log written to where rank 0 cannot.
         parallel: of its config: after ``heartbeat_s`` of silence a rank is taken for dead, after ``join_s`` one
-            that was never heard.
+            that was never heard; after ``timeout_s`` of waiting this one looks for the rank that it waits for.
     """
 
     def __init__(self, files: RunFiles, parallel: ParallelConfig) -> None:
         self.files, self.parallel, self.heartbeat_s = files, parallel, parallel.heartbeat_s
         self.interval_s = self.heartbeat_s / _BEATS
-        # Steps done so far; whoever counts them puts a better function here.
+        # Steps done and runs of the schedule begun so far; whoever counts them puts better functions here.
         self.steps_done: Callable[[], int] = lambda: 0
+        self.passes: Callable[[], int] = lambda: 0
         self.rank, self.world = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self._process = Process.this()
         self._keeps_store = self.rank == 0 and not agent_keeps_store()
@@ -201,9 +208,11 @@ class Watch(AbstractContextManager["Watch"]):
         self._unneeded = threading.Event()  # the store that this rank keeps, by the others
         self._out = threading.Event()  # the main thread has come out of the context, by itself
         self._helpless = False  # but another rank's end may be why
-        self._look_at = math.inf  # when to look for ranks that hang, and what was seen
-        self._looks: list[dict[int, Beat]] = []
-        self._waited_in_vain = ""  # how long, as torch says it
+        self._stall = Silence(self.interval_s)  # of the main thread, while it waits
+        self._stalled: tuple[Beat, float]  # where, and for how many seconds
+        self._stall_key, self._looks = "", False  # of the last stall, and whether this rank is one of those that look
+        self._look_at = 0.0  # when to look again
+        self._seen: dict[int, Beat] = {}  # others that did not wait when last looked at
         self._leaving = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -238,12 +247,9 @@ class Watch(AbstractContextManager["Watch"]):
         self._threads = []
         if error is not None and _is_of_communication(error):
             with _unsignalled():
-                if _is_time_out(error):
-                    self._waited_in_vain = " ".join(str(error).split())[:200]
-                    self._look_at = time.monotonic() + self.heartbeat_s
                 self._helpless = True
                 self._out.set()
-                judging.join(self.heartbeat_s + _BEATS * self.interval_s)  # ends the process if one is missing or hangs
+                judging.join(self.heartbeat_s + _BEATS * self.interval_s)  # ends the process if one is missing
             self._helpless = False
         self._failure = error
         self._out.set()
@@ -277,7 +283,9 @@ class Watch(AbstractContextManager["Watch"]):
     def _beat(self, store: Store, *, ended: bool) -> None:
         frame = sys._current_frames().get(self._main)
         place, waits = _place(_frames_of(frame)), self._helpless or _is_waiting(frame)
-        beat = Beat(self.rank, self._process, next(self._numbers), self.steps_done(), place, waits, ended)
+        number = next(self._numbers)
+        beat = Beat(self.rank, self._process, number, self.steps_done(), self.passes(), place, waits, ended)
+        self._stalled = beat, self._stall.look(beat.at() if waits else number)
         if self._failure is not None:
             self._accuse(store, self.rank, _failure_text(beat, self._failure))
         store.set(f"beat/{self.rank}", beat.dump())
@@ -303,32 +311,33 @@ class Watch(AbstractContextManager["Watch"]):
             elif seconds > self.heartbeat_s:
                 self._accuse(store, rank, self._lost(beat, f"has not been heard from for {seconds:.0f} s"))
 
-        if self._verdict is None and time.monotonic() > self._look_at:
+        if self._verdict is None:
             self._look_for_hung(store)
 
     def _look_for_hung(self, store: Store) -> None:
-        """Name the ranks for which this one has waited in vain, if they stand out.
+        """Name the ranks for which this one waits in vain, if they stand out.
 
         That takes two looks at the beats of all ranks: who hangs goes on beating, does not wait for others, and has not
-        moved from one look to the next. Most ranks must wait; of those that have waited in vain a few look.
+        moved from one look to the next. Most ranks must wait; of those that do a few look, until they have found it or
+        the collective's own time-out ends them.
         """
-        if not self._looks and store.add("looks for hung ranks", 1) > _LOOKERS:
-            self._look_at = math.inf
+        own, seconds = self._stalled
+        if seconds < self.parallel.timeout_s or time.monotonic() < self._look_at:
             return
+        if (key := f"stall/{own.step}/{own.passes}") != self._stall_key:
+            self._stall_key, self._looks = key, store.add(key, 1) <= _LOOKERS
+        if not self._looks:
+            return
+        self._look_at = time.monotonic() + 2 * self.interval_s
         beats = [beat for rank in range(self.world) if rank != self.rank and (beat := self._hear(store, rank))]
-        self._looks.append({beat.rank: beat for beat in beats if not (beat.waits or beat.ended)})
-        self._look_at = time.monotonic() + 2 * self.interval_s if len(self._looks) == 1 else math.inf
-        if len(self._looks) == 1 or len(beats) < self.world - 1:
-            return
-        first, second = self._looks
+        before, self._seen = self._seen, {beat.rank: beat for beat in beats if not (beat.waits or beat.ended)}
         hung = [
-            beat for rank, beat in second.items()
-            if (before := first.get(rank)) and before.number < beat.number
-            and (before.step, before.place) == (beat.step, beat.place)
+            beat for rank, beat in self._seen.items()
+            if rank in before and before[rank].number < beat.number and before[rank].at() == beat.at()
         ]  # fmt: skip
-        if hung and (len(hung) < self.world / 2 or self.world == 2):
+        if hung and len(beats) == self.world - 1 and (len(hung) < self.world / 2 or self.world == 2):
             others = f", and for rank {', '.join(str(beat.rank) for beat in hung[1:])}" if len(hung) > 1 else ""
-            text = f"hangs: rank {self.rank} has waited in vain for it{others} ({self._waited_in_vain})"
+            text = f"hangs: rank {self.rank} has waited {seconds:.0f} s for it{others}, in {own.place}"
             self._accuse(store, hung[0].rank, self._lost(hung[0], text))
 
     def _hear(self, store: Store, rank: int) -> Beat | None:
@@ -513,11 +522,6 @@ def _is_waiting(frame: FrameType | None) -> bool:
     here = (each for each in dis.get_instructions(frame.f_code)
             if each.positions is not None and each.positions.lineno == frame.f_lineno)  # fmt: skip
     return any(each.argval in _WAITS for each in here if each.opname.startswith("LOAD_"))
-
-
-def _is_time_out(error: BaseException) -> bool:
-    """Whether an error of communication says that others did not come in time."""
-    return re.search(r"tim(ed|e) ?-?out", str(error), re.IGNORECASE) is not None
 
 
 def _when(step: int) -> str:

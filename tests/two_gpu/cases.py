@@ -14,13 +14,11 @@ LAYOUTS = tuple(dict.fromkeys(COMPARED + GRAPHED))
 PIPELINES = ("pp2", "pp2_vpp2")
 ONE = "one"  # one GPU, with which all layouts are compared
 MOVED = "tp2_sp_then_pp2"  # saved under the one, gone on under the other
-KILLED = "pp2", "rank 1 killed"  # the layout of the run whose rank 1 is killed, and its record's name
-KILL_FOLDER = "kill"  # of that run, in the folder of all runs
 LONG = "350m", "mhar"  # phase and method that makes Options.long_steps steps under every layout
 SMALL_STEPS = 20  # of the fp32 phase, whose learning-rate schedule is made for them
 UNFIT = 2  # exit code of a rank on a machine that cannot run it
 HEARTBEAT_S = 10
-END_WITHIN_S = HEARTBEAT_S  # of the death of a rank: its process is seen to be gone before its silence tells
+WAIT_S = 15  # parallel.timeout_s of the run in which a rank hangs
 
 
 @dataclass(frozen=True)
@@ -82,6 +80,34 @@ class Phase:
     layouts: tuple[str, ...] = COMPARED
 
 
+@dataclass(frozen=True)
+class Fault:
+    """What befalls rank 1 of a run, which is the end of both processes; its files lie in a folder named as the phase.
+
+    Attributes:
+        name: of its record.
+        fault: as tests/train/watch_worker.py has it.
+        said: pattern of what the run's log must say of rank 1.
+        code: exit code of rank 1.
+        within_s: seconds that rank 0 may take from the fault to its end.
+    """
+
+    name: str
+    fault: str
+    said: str
+    code: int
+    within_s: float
+
+
+FAULTED = "pp2"  # the layout of those runs
+FAULTS = {
+    # Its process is seen to be gone before its silence tells.
+    "kill": Fault("rank 1 killed", "kill", "has died", -9, HEARTBEAT_S),
+    "hang": Fault(
+        "rank 1 hangs", "hang in a step", r"hangs: rank 0 has waited \d+ s for it", 1, WAIT_S + 2 * HEARTBEAT_S
+    ),
+}
+
 IN_FP8 = {"training.precision": "fp8", "training.fp8.recipe": "tensorwise"}  # a scale of each tensor
 
 PHASES = {
@@ -101,7 +127,8 @@ PHASES = {
         methods=("mhar", "delta_block"),
         layouts=GRAPHED,
     ),
-    "kill": Phase("a rank is killed", 90, FP32),  # both processes are gone after it
+    "kill": Phase("a rank is killed", 90, FP32),
+    "hang": Phase("a rank hangs", 120, FP32),
 }
 
 # A model that a CPU trains: whole blocks of every recipe over four stages.
@@ -131,8 +158,8 @@ class Options:
 
 def expected(options: Options, phase: str) -> list[str]:
     """Names (layout/method) of the records that a phase must have."""
-    if phase == "kill":
-        return ["/".join(KILLED)]
+    if phase in FAULTS:
+        return [f"{FAULTED}/{FAULTS[phase].name}"]
     if phase == "checkpoint":
         return [f"{MOVED}/{LONG[1]}"]
     return [f"{layout}/{method}" for layout in layouts(options, phase) for method in methods(options, phase)]

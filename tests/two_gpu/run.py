@@ -124,25 +124,26 @@ def records(result: dict[str, Any]) -> dict[str, Record]:
     return {key: Record(**value) for key, value in result["records"].items()}
 
 
-def judge_kill(ranks: Ranks, scratch: Path) -> Record:
-    """What came of the run whose rank 1 was to be killed."""
-    folder = scratch / cases.KILL_FOLDER
+def judge(ranks: Ranks, phase: str, scratch: Path) -> Record:
+    """What came of the run whose rank 1 was to have the fault of ``phase``."""
+    folder, fault = scratch / phase, cases.FAULTS[phase]
     if not (folder / "fault").exists():
-        return Record(failed="the run did not come to the step in which a rank is killed")
+        return Record(failed="the run did not come to the step of the fault")
     log = folder / "run" / "log.txt"
     victim = ranks.processes[1].pid
-    found = re.findall(rf"(rank 1 on host \S+ \(pid {victim}\) has died, .*)", log.read_text() if log.exists() else "")
-    if ranks.ended.get(1, (0, 0))[0] != -signal.SIGKILL:
-        return Record(failed=f"rank 1 was not killed: {ranks.ended.get(1)}")
+    pattern = rf"(rank 1 on host \S+ \(pid {victim}\) {fault.said}, .*)"
+    found = re.findall(pattern, log.read_text() if log.exists() else "")
+    if ranks.ended.get(1, (0, 0))[0] != fault.code:
+        return Record(failed=f"rank 1 was to end with code {fault.code}, and did with {ranks.ended.get(1)}")
     if 0 not in ranks.ended:
-        return Record(failed=f"rank 0 went on for {GRACE_S} s after rank 1 was killed")
+        return Record(failed=f"rank 0 went on for {GRACE_S} s after the end of rank 1")
     code, when = ranks.ended[0]
     seconds = when - float((folder / "fault").read_text())
     if code != 1 or len(found) != 1:
-        return Record(failed=f"rank 0 ended with code {code}, and said of the dead one {found}")
-    note = f"rank 0 ended {seconds:.1f} s after rank 1 was killed: {found[0]}"
-    if seconds > cases.END_WITHIN_S:
-        return Record(failed=f"{note}; allowed are {cases.END_WITHIN_S} s")
+        return Record(failed=f"rank 0 ended with code {code}, and said of the other one {found}")
+    note = f"rank 0 ended {seconds:.1f} s after the fault: {found[0]}"
+    if seconds > fault.within_s:
+        return Record(failed=f"{note}; allowed are {fault.within_s} s")
     return Record(note=note)
 
 
@@ -156,16 +157,22 @@ def run(options: Options) -> None:
             asked += [f"{ONE}/{name.partition('/')[2]}" for name in asked]
             result["records"] = {key: value for key, value in result["records"].items() if key not in asked}
             (out / f"{phase}.json").write_text(json.dumps(result))
+    faults = [phase for phase in options.phases if phase in cases.FAULTS]
     with tempfile.TemporaryDirectory(prefix="mhar-two-gpu-") as folder:
         for start in range(1, STARTS + 1):
             done = {phase: list(result["records"]) for phase, result in read(options).items()}
             ranks = Ranks({"options": asdict(options), "scratch": folder, "done": done})
             well = ranks.wait(60 + sum(PHASES[phase].limit_s for phase in options.phases))
-            if (Path(folder) / cases.KILL_FOLDER).exists():
-                record = judge_kill(ranks, Path(folder))
-                text = json.loads((out / "kill.json").read_text())
-                text["records"] = {"/".join(cases.KILLED): asdict(record)}
-                (out / "kill.json").write_text(json.dumps(text))
+            befallen = [phase for phase in faults if (Path(folder) / phase).exists()]
+            for phase in befallen:
+                faults.remove(phase)
+                text = json.loads((out / f"{phase}.json").read_text())
+                (begun,) = text["records"].values()
+                begun |= asdict(judge(ranks, phase, Path(folder))) | {"made": begun["made"]}
+                (out / f"{phase}.json").write_text(json.dumps(text))
+            if befallen and faults:
+                continue
+            if befallen:
                 return
             codes = {rank: code for rank, (code, _) in sorted(ranks.ended.items())}
             if cases.UNFIT in codes.values():
@@ -203,7 +210,7 @@ def table(layout: str, results: dict[str, dict[str, Any]]) -> tuple[Table, list[
         found = records(result)
         for key, record in found.items():
             place, method = key.split("/")
-            if place != layout or phase == "kill":
+            if place != layout or phase in cases.FAULTS:
                 continue
             one = found.get(f"{ONE}/{method}")
             bad = cases.faults(record, one, PHASES[phase].tolerance, pipelined=layout in cases.PIPELINES)
@@ -251,9 +258,10 @@ def report(options: Options) -> bool:
         if rows.row_count:
             console.print(rows)
         wrong += bad
-    for record in records(results["kill"]).values() if "kill" in results else ():
-        console.print(record.note or record.failed, highlight=False)
-        wrong += [f"kill: {record.failed}"] if record.failed else []
+    for phase in cases.FAULTS:
+        for record in records(results[phase]).values() if phase in results else ():
+            console.print(record.note or record.failed, highlight=False)
+            wrong += [f"{phase}: {record.failed}"] if record.failed else []
     for text in wrong:
         console.print(f"WRONG: {text}", highlight=False, markup=False)
     return not wrong

@@ -26,7 +26,7 @@ def tried(tmp_path_factory):
     """Everything but the other methods and layouts, with models of width 64, and the text that it printed."""
     out = tmp_path_factory.mktemp("two-gpu")
     command = [
-        sys.executable, "-m", "tests.two_gpu.run", "fp32", "350m", "kill", "--tiny", "--out", str(out),
+        sys.executable, "-m", "tests.two_gpu.run", "fp32", "350m", "kill", "hang", "--tiny", "--out", str(out),
         "--layouts", "pp2_vpp2", "--methods", "mhar", "--steps", "10", "--long-steps", "12",
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
@@ -36,7 +36,7 @@ def tried(tmp_path_factory):
 
 def test_every_phase_writes_what_came_of_it_and_where(tried):
     results, printed = tried
-    assert set(results) == {"fp32", "350m", "kill"}
+    assert set(results) == {"fp32", "350m", "kill", "hang"}
     assert all(result["machine"]["versions"]["megatron-core"] == "0.19.2" for result in results.values())
     small, shape = (run.records(results[phase])["pp2_vpp2/mhar"] for phase in ("fp32", "350m"))
     assert len(small.losses) == cases.SMALL_STEPS and small.gradient_error is not None
@@ -45,10 +45,11 @@ def test_every_phase_writes_what_came_of_it_and_where(tried):
     assert "\npp2_vpp2 " in printed and "All is as it should be" in printed
 
 
-def test_the_killed_rank_is_named(tried):
+@pytest.mark.parametrize("phase,said", [("kill", "has died"), ("hang", "hangs: rank 0 has waited 1")])
+def test_the_rank_that_is_killed_or_hangs_is_named(tried, phase, said):
     results, printed = tried
-    (record,) = run.records(results["kill"]).values()
-    assert "rank 1 on host" in record.note and "has died" in record.note and record.note[:30] in printed
+    (record,) = run.records(results[phase]).values()
+    assert "rank 1 on host" in record.note and said in record.note and record.note[:30] in printed and record.made
 
 
 def test_a_run_as_on_one_gpu_has_no_fault():
@@ -144,15 +145,15 @@ def test_ranks_that_end_well():
     [
         ({0: 1, 1: -9}, 2, "rank 1 on host x (pid {pid}) has died, after step 3", ""),
         ({0: 1, 1: -9}, 60, "rank 1 on host x (pid {pid}) has died, after step 3", "allowed are"),
-        ({0: 1, 1: -9}, 2, "rank 1 on host x (pid 1{pid}) has died, after step 3", "said of the dead one []"),
+        ({0: 1, 1: -9}, 2, "rank 1 on host x (pid 1{pid}) has died, after step 3", "said of the other one []"),
         ({0: -6, 1: -9}, 2, "rank 1 on host x (pid {pid}) has died, after step 3", "ended with code -6"),
         ({1: -9}, 2, "", "rank 0 went on"),
-        ({0: 1, 1: 1}, 2, "", "rank 1 was not killed"),
+        ({0: 1, 1: 1}, 2, "", "rank 1 was to end with code -9"),
         ({0: 1, 1: -9}, None, "", "did not come to the step"),
     ],
 )
 def test_what_came_of_a_killed_rank(tmp_path: Path, ended, after_s, log, failed):
-    ranks, folder = ranks_of("", ""), tmp_path / cases.KILL_FOLDER
+    ranks, folder = ranks_of("", ""), tmp_path / "kill"
     ranks.wait(60)
     pid, now = ranks.processes[1].pid, time.time()
     (folder / "run").mkdir(parents=True)
@@ -160,7 +161,7 @@ def test_what_came_of_a_killed_rank(tmp_path: Path, ended, after_s, log, failed)
     if after_s is not None:
         (folder / "fault").write_text(str(now - after_s))
     ranks.ended = {rank: (code, now) for rank, code in ended.items()}
-    record = run.judge_kill(ranks, tmp_path)
+    record = run.judge(ranks, "kill", tmp_path)
     assert failed in record.failed and bool(record.failed) == bool(failed)
     assert failed or record.note.startswith("rank 0 ended 2.0 s after")
 

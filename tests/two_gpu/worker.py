@@ -424,26 +424,29 @@ def move_checkpoint(session: Session) -> None:
                 tell(session, MOVED, method, time.monotonic() - began)
 
 
-def kill_rank(session: Session) -> None:
-    """Rank 1 is killed in a run; this is the end of both processes, and the launcher's to judge."""
+def befall_rank(session: Session) -> None:
+    """Rank 1 is killed in a run, or hangs; this is the end of both processes, and the launcher's to judge."""
     from megatron_mhar.cli.main import main
     from tests.train import watch_worker
 
-    layout = cases.KILLED[0]
-    folder, parallel = session.scratch / cases.KILL_FOLDER, PARALLEL[layout] | {"heartbeat_s": cases.HEARTBEAT_S}
+    fault, layout = cases.FAULTS[session.phase], cases.FAULTED
+    if f"{layout}/{fault.name}" in session.book.done:
+        return
+    times = {"heartbeat_s": cases.HEARTBEAT_S, "timeout_s": cases.WAIT_S}
+    folder, parallel = session.scratch / session.phase, PARALLEL[layout] | times
     session.watch()
-    with session.world.together(), session.book.run(*cases.KILLED):
+    with session.world.together(), session.book.run(layout, fault.name):
         if RANK == 0:
             watch_worker.write_config(folder, session.corpus(SMALL_VOCAB), parallel, model={"layers": "local"})
         # Not by NCCL's barrier: before anything else it takes the device of the process's first group's rank, and there
         # both ranks were alone.
         session.world.meet()
         if RANK == 1:
-            watch_worker.put_in("kill", folder)
+            watch_worker.put_in(fault.fault, folder)
         main(["train", str(folder / "config.yaml")])
 
 
-RUN_PHASE = {"fp32": compare_small, "checkpoint": move_checkpoint, "kill": kill_rank}
+RUN_PHASE = {"fp32": compare_small, "checkpoint": move_checkpoint, **dict.fromkeys(cases.FAULTS, befall_rank)}
 
 
 def main() -> None:
