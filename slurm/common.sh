@@ -143,8 +143,9 @@ train() {
     render "${command[@]}"
     return
   fi
-  # Its requeues have the same settings. Another job may have others: what is finished for them, or refused, mhar says.
-  if finished_by_this_job; then
+  # A requeue has the same settings. Another job, or a second `train` of the folder in this one, may have others: what is
+  # finished for them, or refused, mhar says.
+  if finished_before_requeue; then
     say "$run_dir is finished already"
     return
   fi
@@ -245,9 +246,11 @@ end() {
   say "$1"
 }
 
-finished_by_this_job() {
+# Whether an earlier start of this job has finished the run.
+finished_before_requeue() {
   [ -s "$run_dir/summary.json" ] && [ -f "$run_dir/attempts.tsv" ] &&
-    awk -F '\t' -v job="$SLURM_JOB_ID" '$3 == job { last = $6 } END { exit last != "finished" }' "$run_dir/attempts.tsv"
+    awk -F '\t' -v job="$SLURM_JOB_ID" -v restart="$restart" \
+      '$3 == job && $4 != restart { last = $6 } END { exit last != "finished" }' "$run_dir/attempts.tsv"
 }
 
 # "JOB RESTART" of each job whose last line is a start.

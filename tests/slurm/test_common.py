@@ -94,6 +94,14 @@ def test_a_run_that_finishes_is_not_started_again(job: Job) -> None:
     assert len((job.bin / "calls").read_text().splitlines()) == 1
 
 
+def test_whether_it_is_finished_for_other_settings_of_the_same_job_mhar_says(job: Job) -> None:
+    """The job file trains in the same folder twice."""
+    job.file.write_text(JOB + "train run configs/demo/mhar.yaml training.steps=3 optimizer.lr=1\n")
+    refusal = 'echo "99.1 2 mhar says: another config" >"$MHAR_LOGS/node-0000.end"; exit 143'
+    code, output = job.start(f"case $* in *lr=1*) {refusal} ;; esac\n{FINISH}")
+    assert code == 2 and "NEXT" in output and "mhar says: another config; not requeued" in output
+
+
 def test_whether_it_is_finished_for_another_job_mhar_says(job: Job) -> None:
     """Another job may have been given another config."""
     job.start(FINISH)
