@@ -299,8 +299,8 @@ class Fp8Config(Section):
 
     recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise"] = Field(
         "tensorwise",
-        description="where scales come from: the tensor at hand, the largest values before, or blocks of it (mxfp8 "
-        "from Blackwell on, blockwise from Hopper on)",
+        description="where scales come from: the tensor at hand, the largest values before (delayed; three passes over "
+        "the first batch find the first ones), or blocks of it (mxfp8 from Blackwell on, blockwise from Hopper on)",
     )
     format: Literal["hybrid", "e4m3"] = Field(
         "hybrid", description="e4m3 throughout, or e5m2 (hybrid) for gradients of activations"

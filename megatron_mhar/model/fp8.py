@@ -64,7 +64,7 @@ def without_fp8(module: nn.Module) -> Iterator[None]:
     Evaluations in FP8 would count in the scales that training finds (delayed), and release the transposed weights that
     a captured graph writes to. A forward without FP8 also makes a layer forget that it has scales to save.
     """
-    layers: list[Any] = [layer for layer in module.modules() if hasattr(layer, "fp8_meta")]
+    layers = _engine_layers(module)
     kept = [(layer.fp8, layer.fp8_initialized, layer.fp8_meta.get("fp8_checkpoint")) for layer in layers]
     try:
         yield
@@ -73,6 +73,17 @@ def without_fp8(module: nn.Module) -> Iterator[None]:
             layer.fp8, layer.fp8_initialized = fp8, initialized
             if saves is not None:
                 layer.fp8_meta["fp8_checkpoint"] = saves
+
+
+def _engine_layers(module: nn.Module) -> list[Any]:
+    """Transformer Engine's layers that may run in FP8."""
+    return [layer for layer in module.modules() if hasattr(layer, "fp8_meta")]
+
+
+def lacks_scales(module: nn.Module) -> bool:
+    """Whether Transformer Engine's layers have neither run in FP8 nor loaded scales: their first ones would be 1."""
+    layers = _engine_layers(module)
+    return bool(layers) and not any("scaling_bwd" in layer.fp8_meta for layer in layers)  # some never run in FP8
 
 
 def forget_scales() -> None:

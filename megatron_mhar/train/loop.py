@@ -26,7 +26,7 @@ from megatron_mhar.config.schema import RunConfig
 from megatron_mhar.data.dataset import build_datasets, check_data, micro_batches
 from megatron_mhar.errors import UserError
 from megatron_mhar.model.build import build_models, check_layers, resolve_layers
-from megatron_mhar.model.fp8 import forget_scales
+from megatron_mhar.model.fp8 import forget_scales, lacks_scales
 from megatron_mhar.model.fusions import accumulate_in_layers, served_by
 from megatron_mhar.model.observe import record_routing
 from megatron_mhar.pipeline.communicator import connect_stages
@@ -61,6 +61,10 @@ logger = logging.getLogger("megatron_mhar")
 
 # Micro-batches of one run of a schedule: tensors by name, none on ranks that need none.
 Batches = list[dict[str, Tensor]]
+
+# Until each gradient in FP8 is seen as it is: those of sublayers' outputs come first, then those within sublayers, and
+# last what these add to the outputs before.
+_SCALING_PASSES = 3
 
 
 def train(config: RunConfig) -> RunSummary | None:
@@ -161,6 +165,7 @@ class Trainer:
         if config.training.cuda_graph != "none":
             warmup = self.models[0].config.cuda_graph_warmup_steps
             self.train_schedule = CapturedSchedule(self.forward_backward, warmup_steps=warmup)
+        self._may_lack_scales = config.training.precision == "fp8" and config.training.fp8.recipe == "delayed"
         self.skips = Skips(config.training.skip)
         self.speeds: list[float] = []
         self.lr = self.optimizer.lr  # of the last step
@@ -263,11 +268,10 @@ class Trainer:
             and the gradient norm, which is NaN also where the loss of a rank is not finite. What ``self.skips`` does
             not accept leaves the weights as they were.
         """
-        for chunk in self.chunks:
-            chunk.train()
-            chunk.zero_grad_buffer()
-        self.optimizer.megatron.zero_grad()
-        loss = self._mean_loss(next(batches), z_loss=self.config.optimizer.z_loss, forward_only=False)
+        batch = next(batches)
+        if self._may_lack_scales:
+            self._find_scales(batch)
+        loss = self._gradients(batch)
         self.lr = self.optimizer.lr
         accepts = self.skips.accepts
         if self.config.training.skip.loss_rise is not None:
@@ -275,6 +279,28 @@ class Trainer:
             accepts = partial(accepts, loss=float(mean))
         _, norm = self.optimizer.step(loss, accepts)
         return loss, norm
+
+    def _find_scales(self, batch: Batches) -> None:
+        """Give delayed FP8 scales a history before the first step, where no checkpoint has brought one.
+
+        They start as 1, and a mean over a batch's tokens has gradients too small for that: they would all be zero in
+        the first backwards, Adam's second moments would lack them, and steps would be of another size than in bf16.
+        """
+        self._may_lack_scales = False
+        if not any_rank(any(lacks_scales(model) for model in self.models)):
+            return
+        for _ in range(_SCALING_PASSES):
+            self._gradients(batch)
+        if self.config.model.num_experts and self.config.model.moe_aux_loss_coeff:
+            take_balancing_loss(1, 1)  # it counts steps
+
+    def _gradients(self, batch: Batches) -> Tensor | None:
+        """Gradients of a global batch, and the mean loss as :meth:`train_step` returns it."""
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self.optimizer.megatron.zero_grad()
+        return self._mean_loss(batch, z_loss=self.config.optimizer.z_loss, forward_only=False)
 
     def _samples(self, step: int, steps: int = 1) -> str:
         """Numbers in the data order of the samples of ``steps`` steps, of which ``step`` is the last."""

@@ -186,6 +186,19 @@ def test_an_evaluation_leaves_layers_as_they_were():
     assert (fresh.fp8, fresh.fp8_initialized) == (False, False)
 
 
+def test_scales_are_lacking_where_no_layer_has_any():
+    """One that never runs in FP8 has none either, and a part of a pipeline may have no layer of the kind."""
+    from megatron_mhar.model.fp8 import lacks_scales
+
+    linear, attention = torch.nn.Linear(2, 2), torch.nn.Identity()
+    model = torch.nn.Sequential(linear, torch.nn.Sequential(attention))
+    assert not lacks_scales(model)
+    linear.fp8_meta, attention.fp8_meta = {"fp8_checkpoint": False}, {}
+    assert lacks_scales(model)
+    linear.fp8_meta["scaling_bwd"] = SimpleNamespace(scale=1)
+    assert not lacks_scales(model)
+
+
 def stays_out_of_fp8(model):
     """Depth parameters are plain bf16 and trainable; a site reads and gives bf16."""
     seen = []

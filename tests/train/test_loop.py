@@ -76,6 +76,36 @@ def test_a_trainer_that_is_released_leaves_no_memory(tmp_path, corpus, method, o
     assert not [number for number, storage in enumerate(held) if not storage.expired()]
 
 
+@pytest.mark.parametrize("model", ["dense", "experts"])
+def test_finding_fp8_scales_changes_nothing_else(tmp_path, corpus, monkeypatch, model):
+    """Neither weights nor the order of data nor what is logged. That layers lack scales is the test's word here."""
+    from megatron_mhar.train import loop
+
+    experts = {"pattern": "*E*-*E*-", "num_experts": 4, "moe_ffn_hidden_size": 32, "moe_aux_loss_coeff": 0.1}
+    keys = {"residual": METHODS["mhar"], "model": experts if model == "experts" else {}}
+    plain = train(tiny_run(corpus, tmp_path, name="plain", **keys))
+    begin, gradients, batches = loop.Trainer.__init__, loop.Trainer._gradients, []
+
+    def begins(self, *args, **arguments):
+        begin(self, *args, **arguments)
+        self._may_lack_scales = True
+
+    def counted(self, batch):
+        batches.append(batch[0]["tokens"].sum().item())
+        return gradients(self, batch)
+
+    monkeypatch.setattr(loop.Trainer, "__init__", begins)
+    monkeypatch.setattr(loop.Trainer, "_gradients", counted)
+    for lacks, passes in ((True, 3), (False, 0)):
+        monkeypatch.setattr(loop, "lacks_scales", lambda module, lacks=lacks: lacks)
+        batches.clear()
+        found = train(tiny_run(corpus, tmp_path, name=f"lacks-{lacks}", **keys))
+        assert len(batches) == 8 + passes and len(set(batches[: passes + 1])) == 1 and len(set(batches)) > 4
+        assert found.keys() == plain.keys()
+        for metric in plain.keys() - {"train/tokens_per_second", "train/peak_memory_bytes"}:
+            assert found[metric] == plain[metric], metric
+
+
 def test_z_loss_draws_the_partition_down(tmp_path, corpus):
     """The reported loss is the cross entropy in both runs; with the z-loss the logits' partition ends nearer to one."""
     found = {}

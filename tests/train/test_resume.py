@@ -16,6 +16,7 @@ from megatron_mhar.run_files import RoutingMap, RunFiles, RunSummary
 from megatron_mhar.tracking.journal import load_metrics
 from tests.conftest import METHODS, tiny_run
 from tests.launch import ROOT
+from tests.model.test_stack import transformer_engine_runs
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -48,18 +49,20 @@ def leaves(tree, prefix=""):
             yield from leaves(branch, f"{prefix}/{key}")
 
 
-EXACT = [(method, "fp32") for method in METHODS] + [("mhar", "bf16"), ("delta_block", "bf16")]
+EXACT = [(method, {"precision": "fp32"}) for method in METHODS]
+EXACT += [(method, {"precision": "bf16"}) for method in ("mhar", "delta_block")]
+if transformer_engine_runs():
+    EXACT += [("mhar", {"precision": "fp8", "fp8": {"recipe": recipe}}) for recipe in ("tensorwise", "delayed")]
 
 
-@pytest.mark.parametrize("method,precision", EXACT)
-def test_stopped_and_resumed_equals_uninterrupted(tmp_path, corpus, method, precision):
+@pytest.mark.parametrize("method,training", EXACT)
+def test_stopped_and_resumed_equals_uninterrupted(tmp_path, corpus, method, training):
     """Bit for bit, with optimizer state and weight average, over a stop between two evaluations."""
     settings = dict(residual=METHODS[method], optimizer={"ema_decay": 0.9, "z_loss": 1e-4})
-    whole = tiny_run(corpus, tmp_path, name="whole", training={"precision": precision}, **settings)
+    whole = tiny_run(corpus, tmp_path, name="whole", training=training, **settings)
     train(whole)
     for stop_after in (3, None):
-        training = {"precision": precision, "stop_after": stop_after}
-        parts = tiny_run(corpus, tmp_path, name="parts", training=training, **settings)
+        parts = tiny_run(corpus, tmp_path, name="parts", training=training | {"stop_after": stop_after}, **settings)
         summary = train(parts)
         assert (summary is None) == (stop_after is not None)
     expected, found = load_metrics(RunFiles(whole.run_dir).journal), load_metrics(RunFiles(parts.run_dir).journal)
