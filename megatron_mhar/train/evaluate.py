@@ -65,7 +65,8 @@ def evaluate(
                 evaluation = config.evaluation.model_copy(update={"batches": count})
                 config = config.model_copy(update={"evaluation": evaluation})
             progress = stack.enter_context(ProgressLog(None, total=config.training.steps, start=found))
-            trainer = Trainer(config, folder, device, progress, None, digests, trains=False)
+            with watch.patience():
+                trainer = Trainer(config, folder, device, progress, None, digests, trains=False)
             found = _load(trainer, folder.files, found, step)
             watch.steps_done, watch.passes = lambda: found, lambda: trainer.passes
             at_once = None if batches is None else 1

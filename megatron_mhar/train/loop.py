@@ -6,8 +6,8 @@ import logging
 import signal
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from itertools import islice, repeat
 from types import FrameType
@@ -101,9 +101,11 @@ def train(config: RunConfig) -> RunSummary | None:
             tracker = stack.enter_context(_tracker(config, folder)) if first else None
             # An error is told to the other ranks before tracker and log are closed, which takes its time.
             stack.push(watch)
-            trainer = Trainer(config, folder, device, progress, tracker, digests)
+            with watch.patience():
+                trainer = Trainer(config, folder, device, progress, tracker, digests)
             stack.callback(trainer.release)
             watch.steps_done, watch.passes = lambda: trainer.steps_done, lambda: trainer.passes
+            trainer.patience = watch.patience
             summary = trainer.run(start)
             return summary if first else None
     finally:
@@ -171,7 +173,9 @@ class Trainer:
         self.lr = self.optimizer.lr  # of the last step
         self.stop_signal: int | None = None
         self.steps_done = 0
-        self.passes = 0  # runs of the schedule begun, to train and to evaluate
+        self.passes = 0  # runs of the schedule and forwards of micro-batches begun, to train and to evaluate
+        # What a call is put into that other threads may have to wait for.
+        self.patience: Callable[[], AbstractContextManager[None]] = nullcontext
         self.routing: RoutingMap | None = None
         precision = "fp8" if self.models[0].config.fp8 else config.training.precision
         tflops = config.training.peak_tflops
@@ -191,7 +195,7 @@ class Trainer:
         batches = self._batches(self.train_set, start * training.global_batch_size,
                                 training.steps * training.global_batch_size)  # fmt: skip
         saved = start
-        profiler = StepProfiler(self.config.profile, self.models, self.folder.files.profile, rank())
+        profiler = StepProfiler(self.config.profile, self.models, self.folder.files.profile, rank(), self.patience)
         with self._signals(), self.checkpoints, profiler:
             pending: list[tuple[Tensor | None, float]] = []
             mark = time.perf_counter()
@@ -321,10 +325,15 @@ class Trainer:
     def _mean_loss(self, batches: Batches, *, z_loss: float, forward_only: bool) -> Tensor | None:
         """Run megatron-core's schedule over micro-batches; on the last stage the mean loss of this rank's tokens."""
         training = self.config.training
-        self.passes += 1
         schedule = self.forward_backward if forward_only else self.train_schedule
+        self.passes += 1
+
+        def step(batches: Iterator[dict[str, Tensor]], model: DistributedDataParallel) -> tuple[Tensor, Any]:
+            self.passes += 1
+            return forward_step(batches, model, z_loss=z_loss)
+
         losses = schedule(
-            forward_step_func=partial(forward_step, z_loss=z_loss),
+            forward_step_func=step,
             data_iterator=[iter(batches) for _ in self.chunks],
             model=self.chunks,
             num_microbatches=len(batches),

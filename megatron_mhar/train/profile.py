@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -76,9 +76,18 @@ class StepProfiler:
         models: whose sites and sublayers are named.
         folder: where traces go, ``steps_<first>-<last>_rank_<rank>.json``.
         rank: this process's.
+        patience: what the end of a profile is put into: torch holds Python's lock for seconds then, or for minutes.
     """
 
-    def __init__(self, config: ProfileConfig, models: Sequence[HybridModel], folder: Path, rank: int) -> None:
+    def __init__(
+        self,
+        config: ProfileConfig,
+        models: Sequence[HybridModel],
+        folder: Path,
+        rank: int,
+        patience: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._patience = patience
         self._config, self._models, self._folder, self._rank = config, models, folder, rank
         self._wanted = config.start_step is not None and rank in config.ranks
         self._profiled = ExitStack()
@@ -106,7 +115,11 @@ class StepProfiler:
         """Stop, and write the trace."""
         first, self._first, self._wanted = self._first, 0, False
         platform.synchronize()
-        self._profiled.close()
+        with self._patience():
+            self._profiled.close()
+            self._export(first)
+
+    def _export(self, first: int) -> None:
         if self._profiler is None:
             return
         path = self._folder / f"steps_{first}-{self._last}_rank_{self._rank}.json"

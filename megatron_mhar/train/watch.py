@@ -8,8 +8,8 @@ the verdict on itself. One that hangs goes on beating: a rank that has waited ``
 all beats for the one that keeps them waiting. That is told from the beats, and not from a collective's own time-out,
 since NCCL answers that by aborting the ranks that have waited.
 
-A rank whose main thread is slow goes on beating. What can keep the beating thread from running is one long call that
-holds Python's lock, or a process that is stopped; ``heartbeat_s`` must be longer than the former.
+A rank whose main thread is slow goes on beating. What can keep the beating thread from running is a process that is
+stopped, or one long call that holds Python's lock; for those there is :meth:`Watch.patience`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -51,8 +51,11 @@ EXIT_CODE = 1
 _BEATS = 6  # within heartbeat_s
 _POLL_S = 0.05  # for what comes soon: the others' first beats, and their leave
 _PACKAGE = __name__.partition(".")[0] + "."
-# Calls in which a thread waits for a message or, by that, for the device: on the line that it is in.
-_WAITS = ("wait", "item", "tolist", "cpu", "float", "synchronize", "_cuda_synchronize", "run_backward")
+# Calls in which a thread waits for a message or, by that, for the device, on the line that it is in: methods and
+# functions, of which float() is one that a tensor's method of that name is not.
+_WAITS = ("wait", "item", "tolist", "cpu", "synchronize", "_cuda_synchronize", "run_backward")
+_WAITING_FUNCTIONS = ("float", *_WAITS)
+_STILL_S = 0.01  # of processor time between two looks: a thread that sleeps takes less, one that is at work more
 _LOOKERS = 4  # of the ranks that wait in vain
 
 
@@ -119,9 +122,12 @@ class Beat:
         process: its process.
         number: counts its beats.
         step: steps done.
-        passes: runs of the schedule begun, in training and in evaluation.
+        passes: runs of the schedule and forwards of micro-batches begun, in training and in evaluation.
+        messages: collectives of all ranks together begun.
+        processor_s: processor time of its main thread. One that waits for room in the device's queue spins.
         place: function and line of ours that its main thread is in.
         waits: whether its main thread waits for other ranks, or has lost touch with one.
+        patient: whether it may be silent for long.
         ended: whether it has left; no beat follows.
     """
 
@@ -130,8 +136,11 @@ class Beat:
     number: int
     step: int
     passes: int
+    messages: int
+    processor_s: float
     place: str
     waits: bool
+    patient: bool
     ended: bool
 
     def dump(self) -> str:
@@ -148,9 +157,14 @@ class Beat:
         """The rank, for a message."""
         return f"rank {self.rank} on host {self.process.host} (pid {self.process.pid})"
 
-    def at(self) -> tuple[int, int, str]:
-        """What does not change while the main thread stays where it is."""
-        return self.step, self.passes, self.place
+    def at(self) -> tuple[int, int, int, str]:
+        """What does not change while the main thread stays where it is: in one wait, say, and not in several."""
+        return self.step, self.passes, self.messages, self.place
+
+    def hangs_since(self, before: Beat) -> bool:
+        """Whether the main thread has been asleep since ``before``, and not because it waits for other ranks."""
+        asleep = self.processor_s - before.processor_s < _STILL_S and self.number > before.number
+        return asleep and not (self.waits or self.ended) and self.at() == before.at()
 
 
 class Silence:
@@ -192,7 +206,7 @@ class Watch(AbstractContextManager["Watch"]):
     def __init__(self, files: RunFiles, parallel: ParallelConfig) -> None:
         self.files, self.parallel, self.heartbeat_s = files, parallel, parallel.heartbeat_s
         self.interval_s = self.heartbeat_s / _BEATS
-        # Steps done and runs of the schedule begun so far; whoever counts them puts better functions here.
+        # Steps done and passes begun so far, see Beat; whoever counts them puts better functions here.
         self.steps_done: Callable[[], int] = lambda: 0
         self.passes: Callable[[], int] = lambda: 0
         self.rank, self.world = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -210,10 +224,13 @@ class Watch(AbstractContextManager["Watch"]):
         self._helpless = False  # but another rank's end may be why
         self._stall = Silence(self.interval_s)  # of the main thread, while it waits
         self._stalled: tuple[Beat, float]  # where, and for how many seconds
-        self._stall_key, self._looks = "", False  # of the last stall, and whether this rank is one of those that look
+        self._looks: bool | None = None  # whether this rank is one of those that look, once it has stalled
         self._look_at = 0.0  # when to look again
-        self._seen: dict[int, Beat] = {}  # others that did not wait when last looked at
-        self._leaving = threading.Event()
+        self._seen: dict[int, Beat] = {}  # others, at the last look of this stall
+        self._said_unclear = False
+        self._patient, self._told = False, threading.Event()  # it may be silent, and whether the others know
+        self._leaving = False
+        self._beat_now = threading.Event()
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> Self:
@@ -253,10 +270,27 @@ class Watch(AbstractContextManager["Watch"]):
             self._helpless = False
         self._failure = error
         self._out.set()
-        self._leaving.set()
+        self._leaving = True
+        self._beat_now.set()
         # The store may be lost: then there is nobody to tell.
         beating.join(3 * self.interval_s + (self.parallel.timeout_s if self._keeps_store else 0))
         judging.join()
+
+    @contextmanager
+    def patience(self) -> Iterator[None]:
+        """Within the context this rank may be silent for ``timeout_s``, as long as others wait for a message anyway.
+
+        It is for calls that hold Python's lock for long: numpy's shuffle, the end of torch's profiler.
+        """
+        if self._threads:
+            self._told.clear()
+            self._patient = True
+            self._beat_now.set()
+            self._told.wait(self.heartbeat_s)  # without the store there is nobody to tell
+        try:
+            yield
+        finally:
+            self._patient = False
 
     # The beating thread: everything that asks the store, which may never answer.
 
@@ -265,7 +299,8 @@ class Watch(AbstractContextManager["Watch"]):
             # A connection of its own: a main thread that waits for a key keeps the other one to itself.
             store = PrefixStore(prefix, default.clone())  # type: ignore[attr-defined]
             while True:
-                leaving = self._leaving.is_set()
+                self._beat_now.clear()
+                leaving = self._leaving
                 self._beat(store, ended=leaving)
                 self._listen(store)
                 self._rounds += 1
@@ -273,7 +308,7 @@ class Watch(AbstractContextManager["Watch"]):
                     self._take_leave(store)
                     return
                 met = self._silences.keys() <= self._heard.keys()  # who is lost before that could not be named
-                self._leaving.wait(self.interval_s if met else min(_POLL_S, self.interval_s))
+                self._beat_now.wait(self.interval_s if met else min(_POLL_S, self.interval_s))
         except DistError as error:
             self._broken = error
         except Exception:
@@ -282,13 +317,17 @@ class Watch(AbstractContextManager["Watch"]):
 
     def _beat(self, store: Store, *, ended: bool) -> None:
         frame = sys._current_frames().get(self._main)
-        place, waits = _place(_frames_of(frame)), self._helpless or _is_waiting(frame)
-        number = next(self._numbers)
-        beat = Beat(self.rank, self._process, number, self.steps_done(), self.passes(), place, waits, ended)
-        self._stalled = beat, self._stall.look(beat.at() if waits else number)
+        waits = self._helpless or _is_waiting(frame)
+        beat = Beat(
+            self.rank, self._process, next(self._numbers), self.steps_done(), self.passes(), _messages(),
+            _processor_s(self._main), _place(_frames_of(frame)), waits, self._patient, ended,
+        )  # fmt: skip
+        self._stalled = beat, self._stall.look(beat.at())
         if self._failure is not None:
             self._accuse(store, self.rank, _failure_text(beat, self._failure))
         store.set(f"beat/{self.rank}", beat.dump())
+        if beat.patient:
+            self._told.set()
 
     def _listen(self, store: Store) -> None:
         if self._verdict is None and store.check(["verdict"]):
@@ -308,7 +347,7 @@ class Watch(AbstractContextManager["Watch"]):
             elif beat.ended:
                 del self._silences[rank]
                 self._watch(rank + 1)
-            elif seconds > self.heartbeat_s:
+            elif seconds > (max(self.heartbeat_s, self.parallel.timeout_s) if beat.patient else self.heartbeat_s):
                 self._accuse(store, rank, self._lost(beat, f"has not been heard from for {seconds:.0f} s"))
 
         if self._verdict is None:
@@ -317,28 +356,35 @@ class Watch(AbstractContextManager["Watch"]):
     def _look_for_hung(self, store: Store) -> None:
         """Name the ranks for which this one waits in vain, if they stand out.
 
-        That takes two looks at the beats of all ranks: who hangs goes on beating, does not wait for others, and has not
-        moved from one look to the next. Most ranks must wait; of those that do a few look, until they have found it or
-        the collective's own time-out ends them.
+        That takes two looks at the beats of all ranks: who hangs goes on beating, and sleeps where it does not wait for
+        others. A few of those that do not get on look, until they have found it or torch's own time-out ends them; if
+        it is rather most ranks that sleep so, they wait in a way that is not known here.
         """
         own, seconds = self._stalled
-        if seconds < self.parallel.timeout_s or time.monotonic() < self._look_at:
+        if seconds < self.parallel.timeout_s:
+            self._looks, self._seen, self._look_at, self._said_unclear = None, {}, 0.0, False
             return
-        if (key := f"stall/{own.step}/{own.passes}") != self._stall_key:
-            self._stall_key, self._looks = key, store.add(key, 1) <= _LOOKERS
-        if not self._looks:
+        if self._looks is None:
+            self._looks = store.add(f"stall/{own.at()}", 1) <= _LOOKERS
+        if not self._looks or time.monotonic() < self._look_at:
             return
         self._look_at = time.monotonic() + 2 * self.interval_s
-        beats = [beat for rank in range(self.world) if rank != self.rank and (beat := self._hear(store, rank))]
-        before, self._seen = self._seen, {beat.rank: beat for beat in beats if not (beat.waits or beat.ended)}
-        hung = [
-            beat for rank, beat in self._seen.items()
-            if rank in before and before[rank].number < beat.number and before[rank].at() == beat.at()
-        ]  # fmt: skip
-        if hung and len(beats) == self.world - 1 and (len(hung) < self.world / 2 or self.world == 2):
+        heard = (self._hear(store, rank) for rank in range(self.world) if rank != self.rank)
+        before, self._seen = self._seen, {self.rank: own} | {beat.rank: beat for beat in heard if beat is not None}
+        hung = [beat for beat in self._seen.values() if beat.rank in before and beat.hangs_since(before[beat.rank])]
+        waited = f"has waited {seconds:.0f} s for"
+        if any(beat.rank == self.rank for beat in hung):
+            return
+        if hung and len(hung) <= self.world / 2:
             others = f", and for rank {', '.join(str(beat.rank) for beat in hung[1:])}" if len(hung) > 1 else ""
-            text = f"hangs: rank {self.rank} has waited {seconds:.0f} s for it{others}, in {own.place}"
+            text = f"hangs: rank {self.rank} {waited} it{others}, in {own.place}"
             self._accuse(store, hung[0].rank, self._lost(hung[0], text))
+        elif seconds > self.parallel.timeout_s + self.heartbeat_s and not self._said_unclear:
+            self._said_unclear = True
+            logger.warning(
+                "rank %d %s others, in %s, and none stands out: a device or a link hangs, or ranks wait for different "
+                "messages. Torch's time-out will end the run", self.rank, waited, own.place,
+            )  # fmt: skip
 
     def _hear(self, store: Store, rank: int) -> Beat | None:
         key = f"beat/{rank}"
@@ -411,6 +457,8 @@ class Watch(AbstractContextManager["Watch"]):
         keeper = self._heard.get(0)
         if keeper is None:
             return 0, f"rank 0 on {where}, through which the ranks meet, {since}"
+        if keeper.ended:
+            return self.rank, self._lost(self._stalled[0], "hangs: rank 0 has ended")
         if keeper.process.is_gone(self._process):
             return 0, self._lost(keeper, "has died")
         return 0, self._lost(keeper, f"{since}: it or its machine is gone")
@@ -482,7 +530,7 @@ def _is_of_communication(error: BaseException) -> bool:
     return False
 
 
-@contextlib.contextmanager
+@contextmanager
 def _unsignalled() -> Iterator[None]:
     """Within the context the signals of a launcher that has seen a rank die do not end this process without a word."""
     if threading.current_thread() is not threading.main_thread():
@@ -521,7 +569,25 @@ def _is_waiting(frame: FrameType | None) -> bool:
     # What is called is no frame, being none of Python's; by bytecode, since the source's file may lie on a lost disk.
     here = (each for each in dis.get_instructions(frame.f_code)
             if each.positions is not None and each.positions.lineno == frame.f_lineno)  # fmt: skip
-    return any(each.argval in _WAITS for each in here if each.opname.startswith("LOAD_"))
+    return any(
+        each.argval in (_WAITS if each.opname in ("LOAD_ATTR", "LOAD_METHOD") else _WAITING_FUNCTIONS)
+        for each in here
+        if each.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME")
+    )
+
+
+def _messages() -> int:
+    """Collectives of the default group that this process has begun."""
+    # torch has no public way to it either.
+    group = torch.distributed.distributed_c10d._get_default_group()
+    return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+
+
+def _processor_s(thread: int) -> float:
+    """Processor time of a thread, 0 where the system does not say."""
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return 0.0
+    return time.clock_gettime(time.pthread_getcpuclockid(thread))
 
 
 def _when(step: int) -> str:

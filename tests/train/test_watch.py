@@ -32,7 +32,7 @@ from megatron_mhar.train.watch import (
     _process_status,
 )
 from tests.launch import ROOT
-from tests.train.watch_worker import CASES, FAULT_STEP, HEARTBEAT_S, LIMIT_S, TIMEOUT_S, TRACKED, write_config
+from tests.train.watch_worker import CASES, FAULT_STEP, HEARTBEAT_S, LIMIT_S, TIMEOUT_S, TRACKED, WELL, write_config
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
 GOES_ON = "The newest complete checkpoint is of step 2: the same command goes on from there"
@@ -158,9 +158,28 @@ def test_who_waits_is_known_by_the_call_that_a_thread_is_in():
     def reads(handle, limit):
         handle.read(True, limit.max)
 
+    def reads_as_float(handle, limit):
+        handle.float().read("cpu", limit.max)
+
     limit = SimpleNamespace(max=5.0)
     assert inside(waits, Handle, limit) and not inside(reads, Handle, limit)
+    other = SimpleNamespace(float=lambda: SimpleNamespace(read=lambda place, most: lock.acquire(True, most)))
+    assert not inside(reads_as_float, other, limit), "a method of that name, and text, are no calls that wait"
     assert not watch._is_waiting(None)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_thread_whose_device_takes_no_more_work_spins():
+    """So it is told from one that sleeps, though its line says nothing of waiting."""
+    small = torch.zeros(1, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda._sleep(6_000_000_000)  # clock cycles, some three seconds
+    began, before = time.monotonic(), watch._processor_s(threading.get_ident())
+    for _ in range(3000):  # more than the device's queue holds
+        small.add_(1)
+    waited, used = time.monotonic() - began, watch._processor_s(threading.get_ident()) - before
+    torch.cuda.synchronize()
+    assert waited > 1 and used > waited / 2
 
 
 def test_wrong_input_of_one_rank_is_its_message(results):
@@ -176,12 +195,23 @@ def test_an_error_that_all_ranks_come_to_is_told_by_each_as_its_own(results):
         assert "rank" not in said.replace("on this rank", "").replace("on 2 ranks", "")
 
 
-def test_a_slow_rank_is_not_taken_for_dead(results):
-    """Its main thread slept three times the silence of a dead rank; no thread is left, which the worker checks."""
-    slow = results["slow"]
-    assert slow["codes"] == [0] * 4 and min(slow["seconds"]) > 3 * HEARTBEAT_S
+@pytest.mark.parametrize("case", WELL)
+def test_a_slow_rank_is_not_taken_for_dead(results, case):
+    """Its main thread slept three times the silence of a dead rank; no thread is left, which the worker checks.
+
+    Or others waited longer for it than they wait for one message, or it was silent and had said so before.
+    """
+    slow, least = results[case], {"silent": 2, "slow_in_each_micro_batch": 2}.get(case, 3) * HEARTBEAT_S
+    assert slow["codes"] == [0] * CASES[case][0] and min(slow["seconds"]) > least
     assert "step 6/6" in slow["log"]
-    assert slow["said"][1:] == [""] * 3 and "has died" not in slow["log"]
+    assert not any(slow["said"][1:]) and "hangs" not in slow["log"] and "heard from" not in slow["log"]
+
+
+def test_a_rank_that_hangs_when_the_others_have_ended_says_so_itself(results):
+    """Rank 0 keeps the store for ``timeout_s`` longer."""
+    _, said = results["hung_at_the_end"]["said"]
+    assert results["hung_at_the_end"]["codes"] == [0, 1]
+    assert re.search(rf"rank 1 on host \S+ \(pid \d+\) hangs: rank 0 has ended, after step 6{SEEN}", said)
 
 
 def test_the_second_run_in_the_same_groups_followed_a_whole_first_one(results):
@@ -352,7 +382,7 @@ def test_a_first_beat_is_heard_at_once_lest_a_rank_be_lost_without_a_name(one_ra
     monkeypatch.setattr(watch, "on_first_rank", lambda action: "prefix")
     watched = Watch(RunFiles(tmp_path), ParallelConfig(heartbeat_s=60))
     watched.rank, watched.world, watched._keeps_store = 1, 2, False
-    first = Beat(0, Process.this(), 0, 0, 0, "", waits=False, ended=False)
+    first = Beat(0, Process.this(), 0, 0, 0, 0, 0.0, "", waits=False, patient=False, ended=False)
     with watched:
         time.sleep(0.3)
         assert watched._heard == {}
@@ -376,15 +406,16 @@ class TestWhoHangs:
     def named(self, one_rank, tmp_path, monkeypatch):
         """Looks at one dict of fields a rank and time; gives the rank that is named, and the text."""
 
-        def look(*looks, seconds=7.0):
+        def look(*looks, seconds=7.0, own=lambda number: {}):
             store = torch.distributed.HashStore()
             watched = Watch(RunFiles(tmp_path), ParallelConfig(heartbeat_s=60, timeout_s=7))
             watched.world = 4
-            own = Beat(0, watched._process, 9, 3, 5, "megatron_mhar.train.loop.run, line 2", waits=True, ended=False)
-            watched._stalled = own, seconds
+            place = "megatron_mhar.train.loop.run, line 2"
+            known = Beat(0, watched._process, 9, 3, 5, 7, 1.0, place, waits=True, patient=False, ended=False)
             for number, beats in enumerate(looks):
+                watched._stalled = replace(known, number=number, **own(number)), seconds
                 for rank, fields in enumerate(beats, 1):
-                    beat = replace(own, **{"rank": rank, "number": number, "waits": False} | fields)
+                    beat = replace(known, **{"rank": rank, "number": number, "waits": False} | fields)
                     store.set(f"beat/{rank}", beat.dump())
                 watched._look_at = 0.0
                 watched._look_for_hung(store)
@@ -397,17 +428,19 @@ class TestWhoHangs:
         assert rank == 2 and "rank 2 on host" in text and self.WORKS["place"] in text
         assert "hangs: rank 0 has waited 7 s for it, in megatron_mhar.train.loop.run, line 2, after step 3" in text
 
-    @pytest.mark.parametrize("moved", [{"passes": 6}, {"step": 4}, {"place": "elsewhere"}, {"number": 0}])
+    @pytest.mark.parametrize(
+        "moved", [{"passes": 6}, {"messages": 8}, {"step": 4}, {"place": "x"}, {"processor_s": 1.02}, {"number": 0}]
+    )
     def test_none_that_moves_or_has_not_beaten_since(self, named, moved):
-        """At the same line of another micro-batch's pass, say, of a long evaluation."""
+        """At the same line of another micro-batch, say, of a long evaluation, or in a long computation."""
         assert named((self.WAITS, self.WORKS, self.WAITS), (self.WAITS, self.WORKS | moved, self.WAITS)) is None
 
     def test_none_where_it_is_not_clear(self, named):
         works, waits = self.WORKS, self.WAITS
         assert named(*[(waits, waits, waits)] * 3) is None, "all wait"
-        assert named(*[(works, works, waits)] * 3) is None, "half of them do not"
+        assert named(*[(works, works, works)] * 3) is None, "most do not"
         assert named(*[(waits, works, waits)]) is None, "seen once"
-        assert named(*[(waits, works)] * 3) is None, "one was never heard"
+        assert named(*[(waits, works, waits)] * 3, own=lambda number: {"waits": False}) is None, "it sleeps itself"
         assert named(*[(waits, works, waits)] * 3, seconds=6.9) is None, "it has not waited long enough"
         assert named(*[(waits, works | {"ended": True}, waits)] * 3) is None, "it has left"
 
@@ -415,6 +448,31 @@ class TestWhoHangs:
         elsewhere = self.WORKS | {"place": "elsewhere"}
         beats = [(self.WAITS, each, self.WAITS) for each in (elsewhere, self.WORKS, self.WORKS)]
         assert named(*beats)[0] == 2
+
+    def test_ranks_whose_devices_take_no_more_work_are_not_it_and_look_too(self, named):
+        """They are in a launch, and in no call that is known to wait, but they spin."""
+
+        def spins(number):
+            return {"waits": False, "processor_s": 10.0 * number}
+
+        assert named(*[(spins(number), self.WORKS, spins(number)) for number in range(2)], own=spins)[0] == 2
+
+    def test_several_are_all_named(self, named):
+        rank, text = named(*[(self.WORKS, self.WORKS, self.WAITS)] * 2)
+        assert rank == 1 and "hangs: rank 0 has waited 7 s for it, and for rank 2, in " in text
+
+    def test_where_none_stands_out_it_is_said_once(self, named, caplog):
+        all_wait = [(self.WAITS, self.WAITS, self.WAITS)] * 4
+        assert named(*all_wait, seconds=66.0) is None and caplog.text == ""
+        assert named(*all_wait, seconds=68.0) is None
+        assert caplog.text.count("rank 0 has waited 68 s for others, in megatron_mhar.train.loop.run, line 2, and") == 1
+
+    def test_a_stall_that_is_over_is_forgotten(self, named, one_rank, tmp_path):
+        watched = Watch(RunFiles(tmp_path), ParallelConfig(heartbeat_s=60, timeout_s=7))
+        watched._looks, watched._seen, watched._look_at, watched._said_unclear = True, {1: None}, 5.0, True
+        watched._stalled = None, 6.9
+        watched._look_for_hung(None)
+        assert (watched._looks, watched._seen, watched._look_at, watched._said_unclear) == (None, {}, 0.0, False)
 
     def test_four_ranks_look_at_most(self, named, monkeypatch):
         monkeypatch.setattr(watch, "_LOOKERS", 0)

@@ -7,6 +7,7 @@ What came of it is written to OUT as JSON: of each case its ranks' exit codes, t
 fault, and what they said.
 """
 
+import ctypes
 import json
 import os
 import signal
@@ -38,8 +39,13 @@ CASES = {
     "hung": (4, "hang", 2, {"pipeline": 2, "timeout_s": TIMEOUT_S}),
     "one_of_two_hung": (2, "hang in a step", 0, {"timeout_s": TIMEOUT_S}),
     "cut_off_from_a_slow_one": (2, "cut, and another is slow", 1, {}),
+    "hung_at_the_end": (2, "hang at the end", 1, {"timeout_s": TIMEOUT_S}),
+    # These runs end well.
     "slow": (4, "sleep", 2, {"pipeline": 2}),
+    "slow_in_each_micro_batch": (2, "sleep in each micro-batch", 1, {"pipeline": 2, "timeout_s": HEARTBEAT_S + 1}),
+    "silent": (2, "hold the lock", 1, {"timeout_s": 3 * HEARTBEAT_S}),
 }
+WELL = ("slow", "slow_in_each_micro_batch", "silent")
 TRACKED = "first_killed"  # sends its metrics to MLflow
 
 
@@ -59,8 +65,11 @@ def write_config(folder, corpus, parallel, skip=None, **sections):
 def put_in(fault, folder, name="run"):
     """Let ``fault`` happen once :data:`FAULT_STEP` steps of the run ``name`` are done."""
     from megatron_mhar.errors import UserError
-    from megatron_mhar.train.loop import Trainer
+    from megatron_mhar.train import loop
 
+    Trainer = loop.Trainer
+    if fault == "hang at the end":
+        Trainer.release = lambda self: time.sleep(LIMIT_S)
     train_step = Trainer.train_step
 
     def faulty(self, batches):
@@ -85,6 +94,12 @@ def put_in(fault, folder, name="run"):
                 Trainer._mean_loss = lambda *args, **keys: time.sleep(LIMIT_S)
             if fault == "sleep":
                 time.sleep(3 * HEARTBEAT_S)
+            if fault == "sleep in each micro-batch":  # of four: others wait for long, but for none of them too long
+                forward_step = loop.forward_step
+                loop.forward_step = lambda *args, **keys: [time.sleep(HEARTBEAT_S / 2), forward_step(*args, **keys)][1]
+            if fault == "hold the lock":
+                with self.patience():
+                    ctypes.PyDLL(None).usleep(2 * HEARTBEAT_S * 1_000_000)
         return train_step(self, batches)
 
     Trainer.train_step = faulty
@@ -189,8 +204,8 @@ def run_cases(out, corpus):
         import megatron_mhar.train.loop  # noqa: F401  once for all ranks of all cases
 
     started, results = {}, {}
-    # The slow one sleeps while the others are at work.
-    for case in sorted(CASES, key=lambda case: case != "slow"):
+    # Slow ones sleep while the others are at work.
+    for case in sorted(CASES, key=lambda case: case not in WELL):
         world, fault, victim, parallel = CASES[case]
         folder, port = out.parent / case, free_port()
         sections = {"tracking": {"enabled": True}} if case == TRACKED else {}
@@ -200,9 +215,11 @@ def run_cases(out, corpus):
         write_config(folder, corpus, parallel, **sections)
         began = time.time()
         started[case] = began, {r: start_rank(r, world, port, folder, fault, victim) for r in range(world)}
-        if case != "slow":
+        if case not in WELL:
             results[case] = what_came_of(folder, *started[case], fault, victim)
-    results["slow"] = what_came_of(out.parent / "slow", *started["slow"], "sleep", CASES["slow"][2])
+    for case in WELL:
+        _, fault, victim, _ = CASES[case]
+        results[case] = what_came_of(out.parent / case, *started[case], fault, victim)
     out.write_text(json.dumps(results, indent=1))
 
 
