@@ -69,8 +69,7 @@ def evaluate(
                 trainer = Trainer(config, folder, device, progress, None, digests, trains=False)
             found = _load(trainer, folder.files, found, step)
             watch.steps_done, watch.passes = lambda: found, lambda: trainer.passes
-            at_once = None if batches is None else 1
-            loss = trainer.evaluate(average=False, at_once=at_once)
+            loss = trainer.evaluate(average=False)
             averaged = config.optimizer.ema_decay is not None
             sequences = config.evaluation.batches * config.training.global_batch_size
             result = Evaluation(
@@ -80,7 +79,7 @@ def evaluate(
                 sequences=sequences,
                 tokens=sequences * config.training.sequence_length,
                 loss=loss,
-                average_loss=trainer.evaluate(at_once=at_once) if averaged else None,
+                average_loss=trainer.evaluate() if averaged else None,
                 data=config.data.valid,
                 data_digests=digests,
                 device=platform.device_name(),

@@ -345,18 +345,16 @@ class Trainer:
         return torch.stack([entry["loss"] for entry in losses]).mean() if losses else None
 
     @torch.no_grad()
-    def evaluate(self, *, average: bool = True, recorded: int = 0, at_once: int | None = None) -> float:
+    def evaluate(self, *, average: bool = True, recorded: int = 0) -> float:
         """Mean validation loss over the same samples each time.
 
         Args:
             average: of the weights' average, if one is kept, instead of the weights.
             recorded: global batches, the first ones, whose routing is recorded into ``self.routing``.
-            at_once: global batches that are read at a time, and must divide those of an evaluation; all by default.
         """
         count = self.config.evaluation.batches
         assert self.valid_set is not None
-        batches = self._batches(self.valid_set, 0, count * self.config.training.global_batch_size,
-                                global_batches=at_once or count)  # fmt: skip
+        batches = self._batches(self.valid_set, 0, count * self.config.training.global_batch_size)
         for chunk in self.chunks:
             chunk.eval()
         with ExitStack() as stack:
@@ -374,13 +372,12 @@ class Trainer:
     def _has_sites(self) -> bool:
         return self.pipeline.plan.table.num_sites > 0
 
-    def _batches(self, dataset: Any, start: int, stop: int, *, global_batches: int = 1) -> Iterator[Batches]:
-        """Micro-batches of this rank, those of ``global_batches`` global batches at a time.
+    def _batches(self, dataset: Any, start: int, stop: int) -> Iterator[Batches]:
+        """Micro-batches of this rank, those of a global batch at a time.
 
         A UserError of one rank ends all of them before the schedule is run. Ranks without embedding and loss read
         nothing, and get as many empty batches.
         """
-        size = global_batches * self.micro_batches
         if any(model.pre_process or model.post_process for model in self.models):
             batches = micro_batches(
                 dataset,
@@ -396,8 +393,8 @@ class Trainer:
             )
         else:
             batches = repeat({})
-        for _ in range(start, stop, global_batches * self.config.training.global_batch_size):
-            yield on_every_rank(lambda: list(islice(batches, size)))
+        for _ in range(start, stop, self.config.training.global_batch_size):
+            yield on_every_rank(lambda: list(islice(batches, self.micro_batches)))
 
     def _announce(self) -> None:
         residual = self.config.residual

@@ -126,6 +126,26 @@ def test_every_step_is_in_the_journal_whatever_the_interval(tmp_path, corpus):
     assert seldom["train/tokens"][-1] == (8, 8 * 4 * 32)
 
 
+def test_an_evaluation_holds_no_more_than_a_global_batch(tmp_path, corpus, monkeypatch):
+    from megatron_mhar.train import loop
+
+    events, batches, mean_loss = [], loop.micro_batches, loop.Trainer._mean_loss
+
+    def read(dataset, **keys):
+        for batch in batches(dataset, **keys):
+            events.append("read")
+            yield batch
+
+    def run(self, batch, **keys):
+        events.append("run")
+        return mean_loss(self, batch, **keys)
+
+    monkeypatch.setattr(loop, "micro_batches", read)
+    monkeypatch.setattr(loop.Trainer, "_mean_loss", run)
+    train(tiny_run(corpus, tmp_path, training={"stop_after": 1}, evaluation={"batches": 5, "interval": 1}))
+    assert events == ["read", "read", "run"] * 6
+
+
 def test_evaluation_leaves_training_as_it_was(tmp_path, corpus):
     often = train(tiny_run(corpus, tmp_path, name="often", evaluation={"interval": 1}, optimizer={"ema_decay": 0.5}))
     once = train(tiny_run(corpus, tmp_path, name="once", evaluation={"interval": 8}, optimizer={"ema_decay": 0.5}))
