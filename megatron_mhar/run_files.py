@@ -49,6 +49,8 @@ class RunFiles:
         return self.evaluation / f"step_{step:08d}.json"
 
 
+# In the last line of the log of a run that has ended before its last step.
+GOES_ON, STARTS_ANEW = "the same command goes on", "the same command starts anew"
 _CHECKPOINT = re.compile(r"step_(\d+)")
 
 

@@ -175,7 +175,10 @@ def bench_case(
     try:
         resolve_backend("triton", device)
     except ValueError as error:
-        raise UserError(f"mhar bench routing: {error}") from None
+        raise UserError(
+            f"mhar bench routing: it needs Triton and a GPU ({error}). To try it without: "
+            "TRITON_INTERPRET=1 mhar bench routing --shape tiny --dtype fp32"
+        ) from None
     absent: dict[str, str] = {}
     if algorithms is None:
         algorithms, absent = algorithms_for(case, names)

@@ -39,11 +39,12 @@ class Batches(click.ParamType):
 def evaluate(
     run_dir: Path, overrides: tuple[str, ...], checkpoint: int | None, batches: int | Literal["all"] | None
 ) -> None:
-    """Compute the validation loss of a checkpoint of the run in RUN_DIR, and of the average of its weights.
+    """Compute the validation loss of a checkpoint of the run in RUN_DIR.
 
-    The run may be finished, stopped or training. Its config holds, with keys replaced by KEY=VALUE: another layout,
-    micro-batch or validation set. --batches all leaves out samples at the end that fill no global batch. What was found
-    is written to evaluation/step_<STEP>.json in RUN_DIR, over what was found earlier.
+    And that of the average of its weights, if it keeps one (optimizer.ema_decay). The run may be finished, stopped or
+    training. Its config holds, with keys replaced by KEY=VALUE: another layout, micro-batch or validation set.
+    --batches all leaves out samples at the end that fill no global batch. What was found is written to
+    evaluation/step_<STEP>.json in RUN_DIR, over what was found earlier.
 
     \b
     Examples:
@@ -57,7 +58,12 @@ def evaluate(
 
     run_dir = run_dir.absolute()
     for override in overrides:
-        if (key := override.partition("=")[0].strip()) in ("name", "output_dir"):
+        if (key := override.partition("=")[0].strip()).startswith("optimizer."):
+            raise UserError(
+                f"command line: {override}: an evaluation takes the run's optimizer as it is; whether it keeps an "
+                "average of the weights is settled before its first step"
+            )
+        if key in ("name", "output_dir"):
             raise UserError(
                 f"command line: {override}: {key} is that of the run in RUN_DIR, {run_dir}, where the results go; "
                 "give another RUN_DIR instead"

@@ -57,7 +57,7 @@ def check_token_file(prefix: str, *, sequence_length: int) -> TokenFile:
             if not path.is_file():
                 raise UserError(
                     f"{path}: no such file. Data files are named without their ending (.bin and .idx); "
-                    "`mhar data demo` builds a small set"
+                    "`mhar data demo` builds those of configs/demo"
                 )
         size, data_size = index.stat().st_size, data.stat().st_size
         with index.open("rb") as file:
@@ -118,11 +118,28 @@ def check_data(config: RunConfig, *, train: bool = True) -> dict[str, str]:
     Raises:
         UserError: see :func:`check_token_file`; also a vocabulary or end of document that is not the corpus's.
     """
-    files = dict.fromkeys((*(config.data.train if train else ()), *config.data.valid))
-    digests = {p: check_token_file(p, sequence_length=config.training.sequence_length).digest for p in files}
-    for manifest in _manifests(files):
+    sets = {"train": config.data.train if train else (), "valid": config.data.valid}
+    digests: dict[str, str] = {}
+    for key, prefixes in sets.items():
+        for prefix in prefixes:
+            try:
+                digests[prefix] = check_token_file(prefix, sequence_length=config.training.sequence_length).digest
+            except UserError as error:
+                raise UserError(f"data.{key}: {error}") from None
+    for manifest in _manifests(digests):
         manifest.check(vocab_size=config.model.vocab_size, end_of_document=config.data.end_of_document)
     return digests
+
+
+def whole_batches(config: RunConfig) -> int:
+    """Global batches of the validation set in which each sample is taken once.
+
+    Raises:
+        UserError: see :func:`check_token_file`.
+    """
+    length = config.training.sequence_length
+    files = (check_token_file(prefix, sequence_length=length) for prefix in dict.fromkeys(config.data.valid))
+    return sum((file.tokens - 1) // length for file in files) // config.training.global_batch_size
 
 
 def _manifests(prefixes: Iterable[str]) -> list[CorpusManifest]:

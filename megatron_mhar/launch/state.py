@@ -13,7 +13,7 @@ from typing import Literal
 from megatron_mhar.config.load import load_config
 from megatron_mhar.errors import UserError
 from megatron_mhar.launch.attempts import Attempt, read_attempts, requeued, started
-from megatron_mhar.run_files import RunFiles, RunSummary, checkpoint_steps
+from megatron_mhar.run_files import GOES_ON, STARTS_ANEW, RunFiles, RunSummary, checkpoint_steps
 from megatron_mhar.tracking.journal import read_journal
 
 State = Literal["finished", "running", "ended", "requeued", "silent", "new"]
@@ -97,9 +97,12 @@ def read_state(run_dir: Path, *, now: datetime | None = None) -> RunState:
     if failure is not None and heard is not None and failure[0] < heard:
         failure = None
     summary = RunSummary.read(files.summary) if files.summary.is_file() else None
+    words = _last_lines(files.log, 3)
     state: State
     if summary is not None and summary.steps == config.training.steps:
         state = "finished"
+    elif not attempts and words and (GOES_ON in words[-1] or STARTS_ANEW in words[-1]):
+        state = "ended"
     elif failure is not None or (attempts and not started(attempts)):
         state = "requeued" if requeued(attempts) else "ended"
     elif heard is None:
@@ -121,7 +124,7 @@ def read_state(run_dir: Path, *, now: datetime | None = None) -> RunState:
         heard=heard,
         failure=failure,
         attempts=tuple(attempts),
-        last_words=_last_lines(files.log, 3),
+        last_words=words,
     )
 
 

@@ -32,7 +32,7 @@ def resolve_layers(asked: str) -> Layers:
     """
     usable = HAVE_TE and platform.HAS_GPU
     if asked == "transformer_engine" and not usable:
-        missing = "it is not installed (pip install 'megatron-mhar[gpu]')" if not HAVE_TE else "this machine has no GPU"
+        missing = "it is not installed (see Install in README)" if not HAVE_TE else "this machine has no GPU"
         raise UserError(f"model.layers: transformer_engine given, but {missing}; allowed here: auto, local")
     return "transformer_engine" if usable and asked != "local" else "local"
 

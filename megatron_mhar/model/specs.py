@@ -154,7 +154,7 @@ def _transformer_engine_submodules(
     if not HAVE_TE:
         raise ImportError(
             "layers 'transformer_engine' needs Transformer Engine, which is not installed: "
-            "pip install 'megatron-mhar[gpu]', or use layers 'local'"
+            "see Install in README, or use layers 'local'"
         )
     submodules: HybridStackSubmodules = hybrid_stack_spec.submodules
     if qk_layernorm:

@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_mhar import platform
 from megatron_mhar.config.load import flatten
 from megatron_mhar.config.schema import RunConfig
-from megatron_mhar.data.dataset import build_datasets, check_data, micro_batches
+from megatron_mhar.data.dataset import build_datasets, check_data, micro_batches, whole_batches
 from megatron_mhar.errors import UserError
 from megatron_mhar.model.build import build_models, check_layers, resolve_layers
 from megatron_mhar.model.fp8 import forget_scales, lacks_scales
@@ -31,7 +31,7 @@ from megatron_mhar.model.fusions import accumulate_in_layers, served_by
 from megatron_mhar.model.observe import record_routing
 from megatron_mhar.pipeline.communicator import connect_stages
 from megatron_mhar.routing import resolve_backend
-from megatron_mhar.run_files import RoutingMap, RunSummary
+from megatron_mhar.run_files import GOES_ON, RoutingMap, RunSummary
 from megatron_mhar.tracking.journal import load_metrics
 from megatron_mhar.tracking.tracker import Tracker
 from megatron_mhar.train.checkpoint import Checkpoints
@@ -240,7 +240,8 @@ class Trainer:
             self.checkpoints.wait()
         if step < training.steps:
             reason = f"signal {self.stop_signal}" if self.stop_signal else "stop_after" if step >= last else "a rank"
-            logger.info("stopped by %s after step %d, saved at step %d; the same command goes on", reason, step, saved)
+            asked = "with a later training.stop_after, or none, " if reason == "stop_after" else ""
+            logger.info("stopped by %s after step %d, saved at step %d; %s%s", reason, step, saved, asked, GOES_ON)
             if self.tracker is not None:
                 self.tracker.close("KILLED")
             return None
@@ -409,10 +410,17 @@ class Trainer:
         layers = resolve_layers(self.config.model.layers)
         logger.info(
             "%s: %s, %s parameters on this rank, %s on %d ranks of %s; layers %s, routing backend %s",
-            self.config.name, residual.method, f"{self.num_parameters:,}", self.config.training.precision,
+            self.config.name, residual.method + f" with H = {residual.num_heads}" * self._has_sites,
+            f"{self.num_parameters:,}", self.config.training.precision,
             torch.distributed.get_world_size(), platform.device_name(), layers, backend,
         )  # fmt: skip
         logger.info("served by: %s", ", ".join(f"{what} {who}" for what, who in served_by(layers, sites).items()))
+        asked = self.config.evaluation.batches
+        if rank() == 0 and self.valid_set is not None and asked > (count := whole_batches(self.config)):
+            logger.warning(
+                "evaluation.batches: %d given, but data.valid has %d whole global batches: samples are taken more than "
+                "once, which makes the mean another one", asked, count,
+            )  # fmt: skip
         if self.flops is not None:
             if self.peak is not None:
                 peak = f"MFU is of {self.peak / 1e12:,g} TFLOP/s a device"

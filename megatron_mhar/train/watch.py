@@ -42,7 +42,7 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: i
 
 from megatron_mhar.config.schema import ParallelConfig
 from megatron_mhar.errors import UserError
-from megatron_mhar.run_files import RunFiles, checkpoint_steps
+from megatron_mhar.run_files import GOES_ON, STARTS_ANEW, RunFiles, checkpoint_steps
 from megatron_mhar.train.distributed import agent_keeps_store, on_first_rank
 
 logger = logging.getLogger("megatron_mhar")
@@ -484,9 +484,9 @@ class Watch(AbstractContextManager["Watch"]):
         Console(stderr=True).show_cursor()  # a bar has hidden it
         steps = checkpoint_steps(self.files.checkpoints)
         rest = (
-            f"The newest complete checkpoint is of step {steps[-1]}: the same command goes on from there"
+            f"The newest complete checkpoint is of step {steps[-1]}: {GOES_ON} from there"
             if steps
-            else "There is no complete checkpoint yet: the same command starts anew"
+            else f"There is no complete checkpoint yet: {STARTS_ANEW}"
         )
         logger.error("%s. %s", text, rest)
         if rank == 0 and self.rank == 1 and self.files.log.parent.is_dir():  # the log was rank 0's to write

@@ -224,7 +224,17 @@ def test_train_data(damage: str, refused: Callable[..., str], data: Path, tmp_pa
     config = write_config(tmp_path, data)
     act, message = DAMAGES[damage]
     act(data)
-    assert re.match(f"{re.escape(str(data))}/{message}", refused("train", config))
+    key = {"manifest damaged": "", "validation missing": "data.valid: "}.get(damage, "data.train: ")
+    assert re.match(f"{key}{re.escape(str(data))}/{message}", refused("train", config))
+
+
+@pytest.mark.parametrize("override", ["optimizer.ema_decay=0.9", "optimizer.lr=3"])
+def test_an_evaluation_has_no_optimizer_of_its_own(
+    override: str, mhar: Callable[..., tuple[object, str]], refused: Callable[..., str], data: Path, tmp_path: Path
+) -> None:
+    assert mhar("train", write_config(tmp_path, data), "training.stop_after=1")[0] == 0
+    error = refused("evaluate", tmp_path / "runs/run", override)
+    assert error.startswith(f"command line: {override}: an evaluation takes the run's optimizer as it is")
 
 
 def test_train_data_shorter_than_a_sample(refused: Callable[..., str], data: Path, tmp_path: Path) -> None:
@@ -291,7 +301,7 @@ def test_two_ranks_end_together_with_the_same_error(data: Path, tmp_path: Path) 
     cases = {
         "parallel.tensor=4": r"parallel\.tensor: 4 given, but it must divide the number of ranks, 2",
         "training.micro_batch_size=4": r"training\.global_batch_size: 4 given, but on 2 ranks it must be a multiple of",
-        "data.valid=[none]": r"none\.idx: no such file",
+        "data.valid=[none]": r"data\.valid: none\.idx: no such file",
         f"output_dir={tmp_path / 'file'}": r".*file/run: the run folder cannot be written \(Not a directory\)",
         f"data.train=[{bad / 'train'}]": r"data: token id 999 found",
     }

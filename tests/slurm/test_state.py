@@ -93,6 +93,23 @@ def test_a_failure_by_hand_is_told(run_dir: Path) -> None:
     assert read_state(run_dir, now=NOW).state == "running", "started again since"
 
 
+@pytest.mark.parametrize(
+    "words",
+    ["stopped by signal 2 after step 42, saved at step 42; the same command goes on",
+     "rank 1 on host x (pid 7) has died. There is no complete checkpoint yet: the same command starts anew"],
+)  # fmt: skip
+def test_what_the_log_says_last_is_an_end(run_dir: Path, words: str) -> None:
+    """Of a run without a launcher; with one, its attempts tell."""
+    log = RunFiles(run_dir).log
+    log.write_text(f"one\n2026-01-02 11:59:10 {words}\n")
+    state = read_state(run_dir, now=NOW)
+    assert state.state == "ended" and state.last_words[-1].endswith(words)
+    assert "running" not in CliRunner().invoke(status, [str(run_dir)]).output
+    with log.open("a") as file:
+        file.write("2026-01-02 11:59:20 run: baseline, the next start\n")
+    assert read_state(run_dir, now=NOW).state == "running"
+
+
 def test_silence_is_not_taken_for_running(run_dir: Path) -> None:
     assert read_state(run_dir, now=NOW).state == "running"
     assert read_state(run_dir, now=NOW + timedelta(minutes=10)).state == "silent"

@@ -126,6 +126,22 @@ def test_every_step_is_in_the_journal_whatever_the_interval(tmp_path, corpus):
     assert seldom["train/tokens"][-1] == (8, 8 * 4 * 32)
 
 
+def test_what_a_start_says_of_an_evaluation_and_of_a_stop(tmp_path, corpus):
+    """More batches than there are samples, and a stop that was come to before."""
+    keys = {"residual": METHODS["mhar"], "training": {"stop_after": 1}}
+    config = tiny_run(corpus, tmp_path, **keys, evaluation={"batches": 1000})
+    train(config)
+    log = RunFiles(config.run_dir).log
+    first = log.read_text()
+    assert "evaluation.batches: 1000 given, but data.valid has " in first and "run: mhar with H = 4, " in first
+    train(config)
+    second = log.read_text().removeprefix(first)
+    assert "step 1, saved at step 1; with a later training.stop_after, or none, the same command goes on" in second
+    config = tiny_run(corpus, tmp_path, name="enough", **keys)
+    train(config)
+    assert "evaluation.batches" not in RunFiles(config.run_dir).log.read_text()
+
+
 def test_an_evaluation_holds_no_more_than_a_global_batch(tmp_path, corpus, monkeypatch):
     from megatron_mhar.train import loop
 

@@ -56,6 +56,8 @@ def parse(arguments: Sequence[str] | None) -> Options:
     for phase in given.phases:
         if phase not in PHASES:
             parser.error(f"phase {phase!r} given; there are {', '.join(PHASES)}")
+    if given.tiny and given.out == default.out:
+        parser.error("--tiny given without --out, but results/two_gpu is of GPUs")
     if not 2 <= given.steps <= given.long_steps:
         parser.error(f"--steps {given.steps} --long-steps {given.long_steps} given, but 2 <= steps <= long-steps")
     if given.tiny and (refused := [phase for phase in given.phases if PHASES[phase].needs_gpu]):
@@ -151,6 +153,7 @@ def run(options: Options) -> None:
     """Start ranks until every phase has its results, or has failed."""
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
+    before = read(options)
     for phase, result in read(options).items():
         if phase in options.phases:  # other layouts of the phase stay
             asked = cases.expected(options, phase)
@@ -176,6 +179,8 @@ def run(options: Options) -> None:
                 return
             codes = {rank: code for rank, (code, _) in sorted(ranks.ended.items())}
             if cases.UNFIT in codes.values():
+                for phase, result in before.items():
+                    (out / f"{phase}.json").write_text(json.dumps(result))
                 raise SystemExit(cases.UNFIT)
             if well:
                 return

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -104,7 +104,8 @@ def test_what_is_missing_is_said(tmp_path, capsys):
     "arguments,said",
     [
         (["2b"], "phase '2b' given"),
-        (["fp8", "--tiny"], "it needs GPUs"),
+        (["fp8", "--tiny", "--out", "there"], "it needs GPUs"),
+        (["350m", "--tiny"], "--tiny given without --out"),
         (["--steps", "1"], "2 <= steps"),
         (["--steps", "200"], "2 <= steps"),
     ],
@@ -113,6 +114,18 @@ def test_wrong_arguments_are_refused(arguments, said, capsys):
     with pytest.raises(SystemExit) as ended:
         run.parse(arguments)
     assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_a_machine_that_does_not_fit_leaves_the_results_there_are(tmp_path, monkeypatch):
+    for phase in ("350m", "kill"):
+        (tmp_path / f"{phase}.json").write_text(json.dumps({"records": {"pp2/mhar": asdict(GOOD)}}))
+    before = {file: file.read_text() for file in tmp_path.iterdir()}
+    ranks = ranks_of(*[f"raise SystemExit({cases.UNFIT})"] * 2)
+    monkeypatch.setattr(run, "Ranks", lambda told: ranks)
+    with pytest.raises(SystemExit) as ended:
+        run.run(run.parse(["--out", str(tmp_path)]))
+    assert ended.value.code == cases.UNFIT
+    assert {file: file.read_text() for file in tmp_path.iterdir()} == before
 
 
 def ranks_of(*scripts: str) -> run.Ranks:
