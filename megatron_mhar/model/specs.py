@@ -65,6 +65,7 @@ def routed_stack_spec(
 
     Raises:
         ImportError: Transformer Engine layers are asked for and the library is not installed.
+        ValueError: ``layers`` is another word.
     """
     norm: Callable[..., Any] = RMSNorm
     site_norms = site_norms and residual.method in REPLACEMENT
@@ -72,6 +73,8 @@ def routed_stack_spec(
         submodules = _local_submodules(qk_layernorm, num_experts, SiteNorm if site_norms else RMSNorm)
     elif layers == "transformer_engine":
         submodules, norm = _transformer_engine_submodules(qk_layernorm, site_norms)
+    elif isinstance(layers, str):
+        raise ValueError(f"layers: {layers!r} given; allowed: 'local', 'transformer_engine', or submodules")
     else:
         submodules = layers
     return ModuleSpec(

@@ -14,6 +14,7 @@ from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.tensor_parallel.random import checkpoint, get_cuda_rng_tracker
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import WrappedTensor, make_viewless_tensor
 from pydantic_core import PydanticCustomError
@@ -84,6 +85,7 @@ class RoutedStack(HybridStack):
         except PydanticCustomError as error:
             raise ValueError(str(error)) from None  # megatron-core's builder raises it again by class and message
         super().__init__(config, submodules, post_layer_norm=False, pp_layer_offset=pp_layer_offset, **kwargs)
+        self._refuse_other_sublayers(pp_layer_offset)
         self.residual = residual
         self.table = DepthTable(residual, config.num_layers)
         self.first_sublayer = pp_layer_offset
@@ -99,6 +101,19 @@ class RoutedStack(HybridStack):
             self.final_site = RoutingSite(config, residual)
         if self.post_process and post_layer_norm:
             self.final_norm = final_norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+
+    def _refuse_other_sublayers(self, first: int) -> None:
+        """Refuse a pattern of another length than the depth that sites read, or with sublayers that have no module."""
+        count, depth = len(self.layers), self.config.num_layers
+        if first + count > depth or (self.pre_process and self.post_process and count != depth):
+            raise ValueError(
+                f"num_layers is {depth}, but the pattern has {first + count} sublayers; num_layers counts sublayers, "
+                "of which '*-' is two"
+            )
+        for kind, layer in zip(self.layer_type_list, self.layers, strict=True):
+            if isinstance(layer, IdentityOp):
+                hint = "; experts need num_experts in routed_stack_spec" if kind == "E" else ""
+                raise ValueError(f"the pattern has {kind!r}, for which the spec's layers have no module{hint}")
 
     def named_modules(
         self, memo: set[torch.nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True

@@ -599,6 +599,31 @@ class TestSpecs:
         with pytest.raises(ValueError, match=word):
             self.model(routed_stack_spec(ResidualConfig(method="mhar", num_heads=8)), **changes)
 
+    @pytest.mark.parametrize(
+        "pattern,changes,message",
+        [
+            (
+                "*-*-",
+                dict(num_layers=2),
+                "num_layers is 2, but the pattern has 4 sublayers; num_layers counts sublayers",
+            ),
+            ("*-*-", dict(num_layers=6), "num_layers is 6, but the pattern has 4 sublayers"),
+            ("*-*E", {}, "the pattern has 'E', for which the spec's layers have no module; experts need num_experts"),
+            ("M-*-", {}, "the pattern has 'M', for which the spec's layers have no module"),
+        ],
+    )
+    def test_a_pattern_that_does_not_fit_is_refused(self, pattern, changes, message):
+        from megatron_mhar import ResidualConfig, routed_stack_spec
+
+        with pytest.raises(ValueError, match=message):
+            self.model(routed_stack_spec(ResidualConfig(method="mhar", num_heads=4)), pattern, **changes)
+
+    def test_another_word_for_the_layers_is_refused(self):
+        from megatron_mhar import ResidualConfig, routed_stack_spec
+
+        with pytest.raises(ValueError, match="layers: 'te' given; allowed: 'local', 'transformer_engine', or sub"):
+            routed_stack_spec(ResidualConfig(method="mhar", num_heads=4), layers="te")
+
     @pytest.mark.parametrize("method", ["baseline", "mhar", "mhar_block", "delta"])
     @pytest.mark.parametrize("site_norms", [False, True])
     def test_sites_compute_norms_where_no_stream_is_kept(self, monkeypatch, method, site_norms):
