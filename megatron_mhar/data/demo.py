@@ -304,6 +304,8 @@ def _build(
     from megatron_mhar.data.tokenizer import END_OF_DOCUMENT_ID, train_tokenizer
 
     tokenizer = train_tokenizer(splits["train"], vocab_size=settings.vocab_size)
+    if (found := tokenizer.get_vocab_size()) < settings.vocab_size:
+        report(f"the text gave no more than {found} tokens: that is what model.vocab_size must be at least")
     (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=False), encoding="utf-8")
 
     report("writing Megatron .bin and .idx files")

@@ -440,7 +440,7 @@ def _is_extra(name: str) -> bool:
 def _unloadable(path: Path, reason: str) -> UserError:
     return UserError(
         f"{path}: the checkpoint cannot be loaded ({reason}); it is damaged or of another model. "
-        "Remove it, and the one before it is used"
+        "Remove it, and the one before it is used, or the run starts anew if there is none"
     )
 
 

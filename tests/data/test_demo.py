@@ -135,6 +135,13 @@ def test_wide_vocabulary_is_written_as_int32(
     assert all(ids[-1] == 0 for ids in documents(tmp_path / "demo", "valid"))
 
 
+def test_fewer_tokens_than_asked_for_are_told(build: Callable[..., CorpusSummary], tmp_path: Path) -> None:
+    said: list[str] = []
+    found = build(tmp_path / "demo", vocab_size=1_000_000, report=said.append).manifest.vocab_size
+    assert found < 1_000_000
+    assert any(line.startswith(f"the text gave no more than {found} tokens: that is what model.vocab") for line in said)
+
+
 def test_too_little_text_is_refused_and_nothing_is_left(build: Callable[..., CorpusSummary], tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"only \d+\.\d+ MB .* but 50 MB are asked for"):
         build(tmp_path / "demo", min_bytes=50 * MEGABYTE, max_bytes=60 * MEGABYTE)
