@@ -222,7 +222,7 @@ class Watch(AbstractContextManager["Watch"]):
         self._unneeded = threading.Event()  # the store that this rank keeps, by the others
         self._out = threading.Event()  # the main thread has come out of the context, by itself
         self._helpless = False  # but another rank's end may be why
-        self._stall = Silence(self.interval_s)  # of the main thread, while it waits
+        self._stall = Silence(self.interval_s)  # of the main thread, at one place
         self._stalled: tuple[Beat, float]  # where, and for how many seconds
         self._looks: bool | None = None  # whether this rank is one of those that look, once it has stalled
         self._look_at = 0.0  # when to look again
