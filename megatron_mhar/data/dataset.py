@@ -131,15 +131,15 @@ def check_data(config: RunConfig, *, train: bool = True) -> dict[str, str]:
     return digests
 
 
-def whole_batches(config: RunConfig) -> int:
-    """Global batches of the validation set in which each sample is taken once.
+def count_valid_samples(config: RunConfig) -> int:
+    """Samples of the validation set, each taken once.
 
     Raises:
         UserError: see :func:`check_token_file`.
     """
     length = config.training.sequence_length
     files = (check_token_file(prefix, sequence_length=length) for prefix in dict.fromkeys(config.data.valid))
-    return sum((file.tokens - 1) // length for file in files) // config.training.global_batch_size
+    return sum((file.tokens - 1) // length for file in files)
 
 
 def _manifests(prefixes: Iterable[str]) -> list[CorpusManifest]:

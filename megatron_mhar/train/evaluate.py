@@ -10,7 +10,7 @@ import torch
 
 from megatron_mhar import platform
 from megatron_mhar.config.schema import RunConfig
-from megatron_mhar.data.dataset import check_data, whole_batches
+from megatron_mhar.data.dataset import check_data, count_valid_samples
 from megatron_mhar.errors import UserError
 from megatron_mhar.model.build import check_layers
 from megatron_mhar.run_files import Evaluation, RunFiles, checkpoint_path, checkpoint_steps
@@ -129,11 +129,12 @@ def _load(trainer: Trainer, files: RunFiles, found: int, asked: int | None) -> i
 
 def _global_batches(config: RunConfig, asked: int | Literal["all"]) -> int:
     """Global batches to evaluate, of samples each taken once."""
-    count = whole_batches(config)
+    samples = count_valid_samples(config)
+    count = samples // config.training.global_batch_size
     if not count:
         raise UserError(
-            f"data.valid: fewer samples of {config.training.sequence_length} tokens than a global batch of "
-            f"{config.training.global_batch_size}; a smaller training.global_batch_size evaluates them"
+            f"data.valid: {samples} samples of {config.training.sequence_length} tokens, fewer than a global batch; "
+            f"with training.global_batch_size={samples} all of them are evaluated"
         )
     if asked != "all" and asked > count:
         raise UserError(f"--batches: {asked} given, but data.valid has {count} whole global batches; all takes these")

@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_mhar import platform
 from megatron_mhar.config.load import flatten
 from megatron_mhar.config.schema import RunConfig
-from megatron_mhar.data.dataset import build_datasets, check_data, micro_batches, whole_batches
+from megatron_mhar.data.dataset import build_datasets, check_data, count_valid_samples, micro_batches
 from megatron_mhar.errors import UserError
 from megatron_mhar.model.build import build_models, check_layers, resolve_layers
 from megatron_mhar.model.fp8 import forget_scales, lacks_scales
@@ -415,12 +415,13 @@ class Trainer:
             torch.distributed.get_world_size(), platform.device_name(), layers, backend,
         )  # fmt: skip
         logger.info("served by: %s", ", ".join(f"{what} {who}" for what, who in served_by(layers, sites).items()))
-        asked = self.config.evaluation.batches
-        if rank() == 0 and self.valid_set is not None and asked > (count := whole_batches(self.config)):
-            logger.warning(
-                "evaluation.batches: %d given, but data.valid has %d whole global batches: samples are taken more than "
-                "once, which makes the mean another one", asked, count,
-            )  # fmt: skip
+        asked, size = self.config.evaluation.batches, self.config.training.global_batch_size
+        if rank() == 0 and self.valid_set is not None:
+            if asked * size > (samples := count_valid_samples(self.config)):
+                logger.warning(
+                    "evaluation.batches: %d given, but data.valid has %d whole global batches: samples are taken more "
+                    "than once, which makes the mean another one", asked, samples // size,
+                )  # fmt: skip
         if self.flops is not None:
             if self.peak is not None:
                 peak = f"MFU is of {self.peak / 1e12:,g} TFLOP/s a device"
