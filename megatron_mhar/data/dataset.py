@@ -122,6 +122,8 @@ def check_data(config: RunConfig, *, train: bool = True) -> dict[str, str]:
     digests: dict[str, str] = {}
     for key, prefixes in sets.items():
         for prefix in prefixes:
+            if prefix in digests:
+                continue
             try:
                 digests[prefix] = check_token_file(prefix, sequence_length=config.training.sequence_length).digest
             except UserError as error:

@@ -53,8 +53,9 @@ _POLL_S = 0.05  # for what comes soon: the others' first beats, and their leave
 _PACKAGE = __name__.partition(".")[0] + "."
 # Calls in which a thread waits for a message or, by that, for the device, on the line that it is in: methods and
 # functions, of which float() is one that a tensor's method of that name is not.
-_WAITS = ("wait", "item", "tolist", "cpu", "synchronize", "_cuda_synchronize", "run_backward")
-_WAITING_FUNCTIONS = ("float", *_WAITS)
+_WAITING = ("wait", "item", "tolist", "cpu", "synchronize", "_cuda_synchronize", "run_backward")
+_WAITS: dict[str, tuple[str, ...]] = dict.fromkeys(("LOAD_ATTR", "LOAD_METHOD"), _WAITING)
+_WAITS |= dict.fromkeys(("LOAD_GLOBAL", "LOAD_NAME"), ("float", *_WAITING))
 _STILL_S = 0.01  # of processor time between two looks: a thread that sleeps takes less, one that is at work more
 _LOOKERS = 4  # of the ranks that wait in vain
 
@@ -569,11 +570,7 @@ def _is_waiting(frame: FrameType | None) -> bool:
     # What is called is no frame, being none of Python's; by bytecode, since the source's file may lie on a lost disk.
     here = (each for each in dis.get_instructions(frame.f_code)
             if each.positions is not None and each.positions.lineno == frame.f_lineno)  # fmt: skip
-    return any(
-        each.argval in (_WAITS if each.opname in ("LOAD_ATTR", "LOAD_METHOD") else _WAITING_FUNCTIONS)
-        for each in here
-        if each.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME")
-    )
+    return any(each.argval in _WAITS.get(each.opname, ()) for each in here)
 
 
 def _messages() -> int:
