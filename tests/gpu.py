@@ -23,7 +23,8 @@ FUSED_PATH = "tests/bench/test_fused_path.py::test_kernels_ran_on_the_gpu"  # mu
 TESTS = (
     "tests/routing", "tests/depth", "tests/model", "tests/bench", "tests/train/test_loop.py",
     "tests/train/test_cuda_graph.py", "tests/train/test_kernels_train.py", "tests/train/test_layer_change.py",
-    "tests/train/test_optimizer.py", "tests/train/test_profile.py",
+    "tests/train/test_optimizer.py", "tests/train/test_profile.py", "tests/train/test_resume.py",
+    "tests/train/test_watch_gpu.py",
 )  # fmt: skip
 VERSION = 2  # of the JSON
 WRITE_EVERY_S = 5

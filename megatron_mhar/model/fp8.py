@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import io
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_mhar.config.schema import Fp8Config, TrainingConfig
 from megatron_mhar.errors import UserError
+
+_MAY_UNPICKLE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"  # a variable of Transformer Engine's
 
 
 def fp8_settings(training: TrainingConfig) -> dict[str, Any]:
@@ -84,6 +88,44 @@ def lacks_scales(module: nn.Module) -> bool:
     """Whether Transformer Engine's layers have neither run in FP8 nor loaded scales: their first ones would be 1."""
     layers = _engine_layers(module)
     return bool(layers) and not any("scaling_bwd" in layer.fp8_meta for layer in layers)  # some never run in FP8
+
+
+def check_scales(weights: Mapping[str, Any]) -> None:
+    """Refuse scales of delayed FP8, which Transformer Engine pickles, where unpickling them could run code.
+
+    Args:
+        weights: a module's state dict.
+
+    Raises:
+        ValueError: an entry holds anything but tensors, numbers, containers of them and a recipe; names the entry.
+    """
+    from megatron.core.safe_globals import SafeUnpickler
+
+    for name, value in weights.items():
+        if is_scales(name) and isinstance(value, Tensor) and value.numel():
+            try:
+                SafeUnpickler(io.BytesIO(value.cpu().numpy().tobytes())).load()
+            except Exception as error:  # there is no end to what a foreign file can raise
+                raise ValueError(f"{name} is not FP8 scales: {error}") from error
+
+
+@contextmanager
+def checked_scales() -> Iterator[None]:
+    """Within the context, Transformer Engine unpickles scales: only for what :func:`check_scales` has accepted."""
+    before = os.environ.get(_MAY_UNPICKLE)
+    os.environ[_MAY_UNPICKLE] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_MAY_UNPICKLE]
+        else:
+            os.environ[_MAY_UNPICKLE] = before
+
+
+def is_scales(name: str) -> bool:
+    """Whether an entry of a state dict is Transformer Engine's own state: FP8 scales, which other layers have not."""
+    return "_extra_state" in name
 
 
 def forget_scales() -> None:

@@ -43,9 +43,16 @@ def sublayer_output(training: bool, fused: bool) -> BiasDropout:
         x, bias = x_with_bias
         if bias is not None:
             x = x + bias
-        return torch.nn.functional.dropout(x, prob, training) if prob else x
+        x = torch.nn.functional.dropout(x, prob, training) if prob else x
+        return _viewless(x) if torch.compiler.is_compiling() else x
 
     return bias_dropout
+
+
+@torch.compiler.disable
+def _viewless(x: Tensor) -> Tensor:
+    """What megatron-core's layer does next, outside of the compiler: torch 2.11's inductor gets its sizes wrong."""
+    return make_viewless_tensor(inp=x, requires_grad=x.requires_grad, keep_graph=True)
 
 
 class RoutedStack(HybridStack):

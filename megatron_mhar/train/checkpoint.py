@@ -47,6 +47,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_mhar.config.load import flatten
 from megatron_mhar.config.schema import RunConfig
 from megatron_mhar.errors import UserError
+from megatron_mhar.model.fp8 import check_scales, checked_scales, is_scales
 from megatron_mhar.run_files import checkpoint_path, checkpoint_steps
 from megatron_mhar.train.distributed import on_every_rank, on_first_rank
 from megatron_mhar.train.optimizer import Optimizer
@@ -292,15 +293,21 @@ class Checkpoints:
                 raise _unloadable(path, _load_reason(error)) from error
             # Megatron-core calls missing what the model does not ask for, and unexpected what is not in the checkpoint.
             for names, what in ((lacking, "it lacks"), (unasked, "this model has no")):
-                if tensors := sorted(name for name in names if not _is_extra(name)):
+                if tensors := sorted(name for name in names if not is_scales(name)):
                     others = f" and {len(tensors) - 1} others" if len(tensors) > 1 else ""
                     raise _unloadable(path, f"{what} {tensors[0]}{others}")
+            for i in range(len(self.chunks)):
+                try:
+                    check_scales(state[f"model{i}"])
+                except ValueError as error:
+                    raise _unloadable(path, str(error)) from error
             return state
 
         state = on_every_rank(read)
         for i, chunk in enumerate(self.chunks):
-            keys = chunk.module.load_state_dict(state[f"model{i}"], strict=False)
-            if unknown := [name for name in (*keys.missing_keys, *keys.unexpected_keys) if not _is_extra(name)]:
+            with checked_scales():
+                keys = chunk.module.load_state_dict(state[f"model{i}"], strict=False)
+            if unknown := [name for name in (*keys.missing_keys, *keys.unexpected_keys) if not is_scales(name)]:
                 raise RuntimeError(
                     f"{unknown[0]} has no place in checkpoints: its module's sharded_state_dict lacks it"
                 )
@@ -430,11 +437,6 @@ def _manifest(path: Path) -> dict[str, str]:
     except (ValueError, KeyError, TypeError, AttributeError):
         pass
     raise _unloadable(path, f"{INTEGRITY_FNAME} does not list the files of a checkpoint")
-
-
-def _is_extra(name: str) -> bool:
-    """Whether an entry is Transformer Engine's own state: FP8 scales, which other layers have not."""
-    return "_extra_state" in name
 
 
 def _unloadable(path: Path, reason: str) -> UserError:

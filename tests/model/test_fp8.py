@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import os
+import pickle
 import sys
 from contextlib import contextmanager
 from functools import partial
@@ -197,6 +200,51 @@ def test_scales_are_lacking_where_no_layer_has_any():
     assert lacks_scales(model)
     linear.fp8_meta["scaling_bwd"] = SimpleNamespace(scale=1)
     assert not lacks_scales(model)
+
+
+class Command:
+    """Runs something when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def as_engine_saves(state):
+    return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
+
+
+def test_scales_are_unpickled_where_they_are_scales(tmp_path, monkeypatch):
+    """Transformer Engine refuses to load those of delayed scaling unless it is told that it may."""
+    from megatron_mhar.model.fp8 import check_scales, checked_scales
+
+    variable = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
+    scales = {"scale_fwd": torch.ones(3), "extra_fp8_variables": {"num_gemms": 1, "name": "fc1"}}
+    empty = torch.empty(0, dtype=torch.uint8)
+    weights = {"fc1._extra_state": as_engine_saves(scales), "fc2._extra_state": empty, "fc1.weight": torch.ones(2)}
+    check_scales(weights)
+    hidden = io.BytesIO()
+    torch.save({"scale": Command(tmp_path / "saved")}, hidden)
+
+    class Hidden:
+        """Within what a tensor is made of."""
+
+        def __reduce__(self):
+            return torch.storage._load_from_bytes, (hidden.getvalue(),)
+
+    for command in (Command(tmp_path / "pickled"), Hidden()):
+        bad = weights | {"fc3._extra_state0": as_engine_saves(scales | {"scale_bwd": command})}
+        with pytest.raises(ValueError, match="fc3._extra_state0 is not FP8 scales"):
+            check_scales(bad)
+    assert not list(tmp_path.iterdir())
+    for before in (None, "0"):
+        monkeypatch.setenv(variable, before) if before else monkeypatch.delenv(variable, raising=False)
+        with pytest.raises(KeyError), checked_scales():
+            assert os.environ[variable] == "1"
+            raise KeyError
+        assert os.environ.get(variable) == before
 
 
 def stays_out_of_fp8(model):

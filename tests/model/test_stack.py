@@ -7,6 +7,7 @@ import copy
 import gc
 import importlib.util
 import math
+import shutil
 import threading
 import warnings
 import weakref
@@ -729,6 +730,31 @@ def test_layers_may_be_compiled(tmp_path, method, monkeypatch):
     for one, other in zip(*(results[1].values() for results in found), strict=True):
         torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.skipif(not GPU and shutil.which("g++") is None, reason="torch's inductor needs a compiler")
+def test_a_compiled_sublayer_may_end_in_a_view():
+    """As Transformer Engine's do, of which megatron-core's layers make tensors that are none."""
+    from megatron.core.utils import make_viewless_tensor
+
+    from megatron_mhar.model.stack import sublayer_output
+
+    weight = torch.randn(64, 64, device="cuda" if GPU else "cpu", requires_grad=True)
+
+    @torch.compiler.disable
+    def product(x):
+        return (x.flatten(0, 1) @ weight).unflatten(0, x.shape[:2])
+
+    def sublayer(x):
+        out = sublayer_output(True, False)((product(x), None), x, 0.0)
+        return make_viewless_tensor(inp=out, requires_grad=out.requires_grad, keep_graph=True)
+
+    x = torch.randn(8, 2, 64, device="cuda" if GPU else "cpu", requires_grad=True)
+    with torch.compiler.set_stance("default"):
+        out = torch.compile(sublayer, backend="inductor")(x)
+        assert torch.equal(out, product(x))
+        (gradient,) = torch.autograd.grad(out.square().sum(), x)
+    torch.testing.assert_close(gradient, 2 * (x @ weight) @ weight.T, rtol=1e-4, atol=1e-3)
 
 
 def test_recorded_routing_is_the_mean_over_tokens(tmp_path):

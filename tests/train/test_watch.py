@@ -168,20 +168,6 @@ def test_who_waits_is_known_by_the_call_that_a_thread_is_in():
     assert not watch._is_waiting(None)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_thread_whose_device_takes_no_more_work_spins():
-    """So it is told from one that sleeps, though its line says nothing of waiting."""
-    small = torch.zeros(1, device="cuda")
-    torch.cuda.synchronize()
-    torch.cuda._sleep(6_000_000_000)  # clock cycles, some three seconds
-    began, before = time.monotonic(), watch._processor_s(threading.get_ident())
-    for _ in range(3000):  # more than the device's queue holds
-        small.add_(1)
-    waited, used = time.monotonic() - began, watch._processor_s(threading.get_ident()) - before
-    torch.cuda.synchronize()
-    assert waited > 1 and used > waited / 2
-
-
 def test_wrong_input_of_one_rank_is_its_message(results):
     what = rf"failed after step {FAULT_STEP}, in [\w.]+, line \d+: corpus/train\.bin: the test has taken it away"
     expect(results["wrong_input"], 1, what, codes=1, within_s=15)
