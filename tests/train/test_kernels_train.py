@@ -100,9 +100,16 @@ def test_fp8_follows_bf16(request, walks, tmp_path, groups, scaling):
         pytest.skip(reason)
     bf16 = request.getfixturevalue("runs")["kernels"]
     found = losses(recipe(walks, tmp_path, scaling, **{"training.precision": "fp8", "training.fp8.recipe": scaling}))
-    off = {
-        start: statistics.fmean(found[start : start + 20]) / statistics.fmean(bf16[start : start + 20]) - 1
-        for start in range(20, STEPS, 20)
-    }
+
+    def mean(run, start):
+        return statistics.fmean(run[start : start + 20])
+
+    # While the loss falls by some percent a step, a run that follows may be a step ahead or behind.
+    off = {start: mean(found, start) / mean(bf16, start) - 1 for start in range(20, STEPS, 20)}
     told = ", ".join(f"{share:+.2%} from step {start} on" for start, share in off.items())
-    assert all(abs(share) <= 1e-2 for share in off.values()), f"means over 20 steps are off by {told}"
+    print(f"{scaling}: {told}")
+    for start in off:
+        near = [mean(bf16, start + shift) for shift in (-1, 0, 1)]
+        share = 1e-2 if start < STEPS // 2 else 5e-3
+        well = min(near) * (1 - share) <= mean(found, start) <= max(near) * (1 + share)
+        assert well, f"means over 20 steps are off by {told}"

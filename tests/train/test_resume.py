@@ -87,7 +87,8 @@ def test_a_finished_run_is_recognised_and_described(tmp_path, corpus):
     curve = [value for _, value in load_metrics(files.journal)["valid/loss"]]
     assert summary.valid_loss_last == curve[-1] and summary.valid_loss == pytest.approx(sum(curve) / 2)
     assert (summary.method, summary.num_heads, summary.steps) == ("mhar", 4, 8)
-    assert summary.routing_backend == "torch" and summary.tokens_per_second > 0
+    assert summary.routing_backend == ("triton" if torch.cuda.is_available() else "torch")
+    assert summary.tokens_per_second > 0
     routing = RoutingMap.read(files.routing)
     assert routing.weights.shape == (9, 4, 9)
     assert routing.weights.sum(-1) == pytest.approx(1, abs=1e-5)
@@ -166,8 +167,7 @@ def test_a_signal_saves_and_stops_and_the_same_command_goes_on(tmp_path, corpus,
 
 
 def test_metrics_reach_the_local_mlflow_store(tmp_path, corpus):
-    import mlflow
-
+    mlflow = pytest.importorskip("mlflow")
     config = tiny_run(corpus, tmp_path, tracking={"enabled": True})
     train(config)
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
