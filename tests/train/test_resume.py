@@ -151,7 +151,7 @@ def test_a_signal_saves_and_stops_and_the_same_command_goes_on(tmp_path, corpus,
     command = [sys.executable, "-m", "megatron_mhar.cli.main", "train", str(path)]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     files = RunFiles(config.run_dir)
-    threading.Timer(60, process.kill).start()
+    threading.Timer(200, process.kill).start()
     while process.poll() is None and not (files.journal.exists() and files.journal.stat().st_size > 500):
         time.sleep(0.05)
     process.send_signal(number)

@@ -21,4 +21,4 @@ def test_a_thread_whose_device_takes_no_more_work_spins():
         small.add_(1)
     waited, used = time.monotonic() - began, watch._processor_s(threading.get_ident()) - before
     torch.cuda.synchronize()
-    assert waited > 1 and used > waited / 2
+    assert waited > 1 and used > 5 * watch._STILL_S * waited  # in a second between two looks, on a busy machine
