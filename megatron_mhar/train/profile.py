@@ -1,7 +1,7 @@
 """Profiles of some steps of a run: a trace for chrome://tracing or Perfetto, with ranges by site and sublayer.
 
-While steps are profiled, the forward of every site and sublayer runs in a range of its own name, which torch's profiler
-shows and, on a GPU, Nsight Systems too (NVTX). Before and after, nothing stands in its way.
+While steps are profiled, forward and backward of every site and sublayer run in ranges of their own names, which torch's
+profiler shows and, on a GPU, Nsight Systems too (NVTX). Before and after, nothing stands in their way.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
+from torch import Tensor
 
 from megatron_mhar import platform
 from megatron_mhar.config.schema import SUBLAYERS, ProfileConfig
@@ -34,9 +35,36 @@ def named_range(name: str) -> Iterator[None]:
         yield
 
 
+def _name_backward(name: str, output: Any, hidden: Tensor | None) -> None:
+    """Give the backward of a call a range: from the gradient of its output on, to that of its input.
+
+    Args:
+        output: what it returned, or a tuple that begins with it.
+        hidden: its input; None for a site, whose read is one node of the graph, and the range is that node's.
+    """
+    node = (output[0] if isinstance(output, tuple) else output).grad_fn
+    if node is None:
+        return
+    open_ranges: list[ExitStack] = []
+
+    def begin(*_: Any) -> None:
+        open_ranges.append(ExitStack())
+        open_ranges[-1].enter_context(named_range(name))
+
+    def end(*_: Any) -> None:
+        if open_ranges:
+            open_ranges.pop().close()
+
+    node.register_prehook(begin)
+    if hidden is not None and hidden.requires_grad:
+        hidden.register_hook(end)
+    else:
+        node.register_hook(end)
+
+
 @contextmanager
 def ranges(models: Sequence[HybridModel]) -> Iterator[None]:
-    """Within the context the forward of every site and sublayer of these models has a range.
+    """Within the context forward and backward of every site and sublayer of these models have ranges.
 
     The modules' ``forward`` is replaced. A site that is called for its hooks alone, see RoutingSite, has none.
     """
@@ -55,7 +83,9 @@ def ranges(models: Sequence[HybridModel]) -> Iterator[None]:
             if not (arguments or keywords):
                 return forward()
             with named_range(name):
-                return forward(*arguments, **keywords)
+                output = forward(*arguments, **keywords)
+            _name_backward(f"{name} backward", output, keywords.get("hidden_states"))
+            return output
 
         return ranged
 

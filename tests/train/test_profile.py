@@ -23,9 +23,38 @@ def test_a_trace_names_sites_and_sublayers(tmp_path, corpus):
     (trace,) = (config.run_dir / "profile").iterdir()
     assert trace.name == "steps_2-3_rank_0.json"
     events = json.loads(trace.read_text())["traceEvents"]
-    names = [event["name"] for event in events if event.get("cat") == "user_annotation"]
+    found = [event for event in events if event.get("cat") == "user_annotation"]
+    names = [event["name"] for event in found]
     expected = ["site 0", "sublayer 0 attention", "sublayer 1 MLP", "site 3", "sublayer 3 MLP", "site 4 final"]
+    expected += [f"{name} backward" for name in expected]
     assert {name: names.count(name) for name in expected} == dict.fromkeys(expected, 2)  # one micro-batch a step
+    # Backwards follow one another, from the last to the first, and what they compute is within their ranges.
+    backwards = sorted((event for event in found if "backward" in event["name"]), key=lambda event: event["ts"])
+    order = ["site 4 final", *(f"{what} {n}" for n in (3, 2, 1, 0) for what in ("sublayer", "site"))] * 2
+    assert len(backwards) == len(order)
+    for event, following, name in zip(backwards, [*backwards[1:], None], order):
+        assert event["name"].startswith(name)
+        end = event["ts"] + event["dur"]
+        assert following is None or end <= following["ts"]
+        inside = [other["name"] for other in events if event["ts"] <= other.get("ts", 0) < end]
+        assert inside.count("aten::mm") >= (4 if name.startswith("sublayer") else 0)
+        assert any("backward" in other.lower() for other in inside if other != event["name"])
+
+
+@pytest.mark.parametrize("method", ["baseline", "delta_block"])
+def test_recomputed_sublayers_have_ranges_within_their_backwards(tmp_path, corpus, method):
+    from megatron_mhar.train.loop import train
+
+    config = tiny_run(
+        corpus, tmp_path, residual=METHODS[method], model={"num_layers": 2, "layers": "local"}, data={"valid": []},
+        training={"steps": 3, "recompute": "full"}, profile={"start_step": 2, "steps": 1},
+    )  # fmt: skip
+    train(config)
+    (trace,) = (config.run_dir / "profile").iterdir()
+    names = [event["name"] for event in json.loads(trace.read_text())["traceEvents"]]
+    for number, kind in enumerate(("attention", "MLP") * 2):
+        name = f"sublayer {number} {kind}"
+        assert (names.count(name), names.count(f"{name} backward")) == (4, 2)  # two micro-batches
 
 
 def test_other_ranks_and_other_steps_are_left_alone(tmp_path, monkeypatch):
