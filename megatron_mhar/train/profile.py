@@ -1,7 +1,7 @@
 """Profiles of some steps of a run: a trace for chrome://tracing or Perfetto, with ranges by site and sublayer.
 
-While steps are profiled, forward and backward of every site and sublayer run in ranges of their own names, which torch's
-profiler shows and, on a GPU, Nsight Systems too (NVTX). Before and after, nothing stands in their way.
+While steps are profiled, forward and backward of every site and sublayer run in ranges of their own names, which
+torch's profiler shows and, on a GPU, Nsight Systems too (NVTX). Before and after, nothing stands in their way.
 """
 
 from __future__ import annotations
