@@ -529,7 +529,9 @@ class Meeting:
                 link = _Link(socket.create_connection((self.place.address, self.place.port), timeout=_ANSWER_S))
                 link.send({"job": _job(), "node": self.place.node})
             except OSError as error:
-                if (now := time.monotonic()) > end:
+                # A name that is nobody's stays so; but in a job it is Slurm's word, and the node may be booting.
+                unknown = isinstance(error, socket.gaierror) and error.errno == socket.EAI_NONAME and not _job()
+                if (now := time.monotonic()) > (min(silent, end) if unknown else end):
                     raise Unhealthy(f"{host_name()} does not reach {self.where}: {error}") from None
                 if now > silent and not _job():  # of a job the first node says it
                     silent = end

@@ -239,7 +239,8 @@ class Trainer:
                     break
             self.checkpoints.wait()
         if step < training.steps:
-            reason = f"signal {self.stop_signal}" if self.stop_signal else "stop_after" if step >= last else "a rank"
+            name = signal.Signals(self.stop_signal).name if self.stop_signal else None
+            reason = name or ("stop_after" if step >= last else "a rank")
             asked = "with a later training.stop_after, or none, " if reason == "stop_after" else ""
             logger.info("stopped by %s after step %d, saved at step %d; %s%s", reason, step, saved, asked, GOES_ON)
             if self.tracker is not None:

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -265,6 +266,23 @@ def test_who_waits_for_whom_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     said = capsys.readouterr().err
     assert " for node 1 of 3, 1 s more\n" in said
     assert said.count(" does not reach localhost:") == 1 and " yet (" in said
+
+
+def test_a_first_node_that_nobody_knows_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand; in a job the name is Slurm's, and its node may be booting."""
+
+    def nobodys(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(health, "_SILENT_S", 0.2)
+    monkeypatch.setattr(socket, "getaddrinfo", nobodys)
+    unknown = Place(1, 2, 1, "nobody", 29500)
+    for job, least in (("", 0.2), ("7", 1.0)):
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        began = time.monotonic()
+        with pytest.raises(Unhealthy, match=r"does not reach nobody:29500: .*"):
+            Meeting(unknown, timeout_s=1.0)
+        assert time.monotonic() - began >= least and (job or time.monotonic() - began < 1.0)
 
 
 def test_a_network_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,7 +95,7 @@ def test_a_failure_by_hand_is_told(run_dir: Path) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    ["stopped by signal 2 after step 42, saved at step 42; the same command goes on",
+    ["stopped by SIGINT after step 42, saved at step 42; the same command goes on",
      "rank 1 on host x (pid 7) has died. There is no complete checkpoint yet: the same command starts anew"],
 )  # fmt: skip
 def test_what_the_log_says_last_is_an_end(run_dir: Path, words: str) -> None:

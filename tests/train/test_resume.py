@@ -151,11 +151,14 @@ def test_a_signal_saves_and_stops_and_the_same_command_goes_on(tmp_path, corpus,
     command = [sys.executable, "-m", "megatron_mhar.cli.main", "train", str(path)]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     files = RunFiles(config.run_dir)
-    threading.Timer(200, process.kill).start()
+    limit = threading.Timer(200, process.kill)
+    limit.daemon = True
+    limit.start()
     while process.poll() is None and not (files.journal.exists() and files.journal.stat().st_size > 500):
         time.sleep(0.05)
     process.send_signal(number)
     assert process.wait() == 0, process.stderr.read()
+    assert f"stopped by {signal.Signals(number).name} after step" in files.log.read_text()
     steps = load_metrics(files.journal)["train/loss"]
     assert 0 < len(steps) < 400 and checkpoint_steps(files.checkpoints) == [len(steps)]
     assert "the same command goes on" in files.log.read_text()
