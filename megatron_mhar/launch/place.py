@@ -69,7 +69,7 @@ def find_place(environment: Mapping[str, str]) -> Place:
         return Place(_number(environment, "SLURM_NODEID", least=0), nodes, ranks, address, port_of_job(job))
     nodes = _number(environment, "NNODES", default=1)
     if nodes == 1:
-        port = _number(environment, "MASTER_PORT", default=_free_port(), most=_LAST_PORT)
+        port = _number(environment, "MASTER_PORT", default=free_port(), most=_LAST_PORT)
         return Place(0, 1, ranks, environment.get("MASTER_ADDR", "localhost"), port)
     node = _number(environment, "NODE_RANK", least=0)
     if node >= nodes:
@@ -146,7 +146,8 @@ def _number(
     return int(text)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens at now."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

@@ -28,7 +28,7 @@ from megatron_mhar.launch.health import (
     level_of,
     node_problems,
 )
-from megatron_mhar.launch.place import Place
+from megatron_mhar.launch.place import Place, free_port
 from tests.launch import ROOT
 
 
@@ -161,12 +161,6 @@ def test_order_by_topology() -> None:
     assert by_topology(["", "", ""]) == [0, 1, 2]
     addresses = ["s.l2.a", "s.l1.b", "s.l2.c", "t.l3.d", "s.l1.e"]
     assert by_topology(addresses) == [0, 2, 1, 4, 3]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def meet(nodes: int, present: tuple[int, ...], timeout_s: float) -> dict[int, Any]:

@@ -241,7 +241,7 @@ def test_what_becomes_of_another_node_ends_the_ranks_here(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], left: int | None
 ) -> None:
     """Lost, its ranks failed, or they ended well and ours hang: at the very start too, when no rank watches another."""
-    port = place._free_port()
+    port = place.free_port()
     with ThreadPoolExecutor(1) as pool:
         joined = pool.submit(lambda: Meeting(Place(1, 2, 1, "localhost", port), timeout_s=30))
         meeting, other = Meeting(Place(0, 2, 1, "localhost", port), timeout_s=30), joined.result()
@@ -353,7 +353,7 @@ def test_nodes_by_hand_with_other_configs_are_refused(tmp_path: Path, corpus: Pa
     config.write_text(dump_config(tiny_run(corpus, tmp_path / "runs", parallel={"heartbeat_s": 3})))
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
     environment |= {
-        "NNODES": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(place._free_port()), "MHAR_HEALTH_CHECK": "quick",
+        "NNODES": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(place.free_port()), "MHAR_HEALTH_CHECK": "quick",
         "MHAR_RANKS_PER_NODE": "1", "OMP_NUM_THREADS": "1", "PATH": f"{ROOT}/.venv/bin:{os.environ['PATH']}",
     }  # fmt: skip
     terminals = [

@@ -6,7 +6,6 @@ import http.client
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,14 +18,10 @@ from urllib.request import urlopen
 
 import pytest
 
+from megatron_mhar.launch.place import free_port
+
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 HOST = "127.0.0.1"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_for(condition: Callable[[], Any], timeout_s: float = 60, what: str = "") -> Any:

@@ -18,7 +18,7 @@ import torch
 from megatron_mhar.config.load import load_config
 from megatron_mhar.config.schema import ParallelConfig
 from megatron_mhar.errors import UserError
-from megatron_mhar.launch.place import _free_port
+from megatron_mhar.launch.place import free_port
 from megatron_mhar.run_files import RunFiles
 from megatron_mhar.tracking.journal import load_metrics
 from megatron_mhar.train import watch
@@ -322,7 +322,7 @@ def test_errors_of_communication_are_known_also_behind_another():
 def test_ranks_that_do_not_start_are_named(monkeypatch):
     from megatron_mhar.train import distributed
 
-    port = _free_port()
+    port = free_port()
     rank = {"WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     code = "from megatron_mhar.train import distributed; distributed._meet(30)"
     # The second one comes later, and would wait longer.
@@ -337,7 +337,7 @@ def test_ranks_that_do_not_start_are_named(monkeypatch):
         distributed._meet(30)
     assert re.search(missing, second.communicate(timeout=60)[1])
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("MASTER_PORT", str(_free_port()))
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     with pytest.raises(
         torch.distributed.DistStoreError, match=r"rank 1 does not reach rank 0; it has not come to \S+ wi"
     ):
@@ -363,7 +363,7 @@ def test_ranks_that_met_through_a_file_are_told_that_they_are_not_watched(one_ra
 
 def test_a_first_beat_is_heard_at_once_lest_a_rank_be_lost_without_a_name(one_rank, tmp_path, monkeypatch):
     """Rank 0 comes later than rank 1, which would look again after 10 s."""
-    store = torch.distributed.TCPStore("localhost", _free_port(), is_master=True)
+    store = torch.distributed.TCPStore("localhost", free_port(), is_master=True)
     monkeypatch.setattr(watch, "_default_store", lambda: store)
     monkeypatch.setattr(watch, "on_first_rank", lambda action: "prefix")
     watched = Watch(RunFiles(tmp_path), ParallelConfig(heartbeat_s=60))

@@ -11,7 +11,6 @@ import ctypes
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -133,12 +132,6 @@ def run_rank(folder, fault, victim):
         assert not left, left
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def start_rank(rank, world, port, folder, fault, victim):
     """Pid of a new process that is the rank; it says what it says to ``folder``/stderr<rank>."""
     pid = os.fork()
@@ -198,6 +191,7 @@ def what_came_of(folder, began, pids, fault, victim):
 
 
 def run_cases(out, corpus):
+    from megatron_mhar.launch.place import free_port
     from megatron_mhar.quiet import quiet_imports
 
     with quiet_imports():
