@@ -51,6 +51,7 @@ class RunFiles:
 
 # In the last line of the log of a run that has ended before its last step.
 GOES_ON, STARTS_ANEW = "the same command goes on", "the same command starts anew"
+PARTIAL = ".partial"  # ends the name of a checkpoint that is not complete
 _CHECKPOINT = re.compile(r"step_(\d+)")
 
 

@@ -51,6 +51,10 @@ for name in MHAR_VENV MHAR_OUTPUT_DIR; do
     *) printf -v "$name" '%s' "$MHAR_ROOT/${!name}" ;;
   esac
 done
+case $MHAR_CONTAINER in
+  /* | ./*) ;;
+  *.sqsh) MHAR_CONTAINER=$MHAR_ROOT/$MHAR_CONTAINER ;; # Pyxis takes image.sqsh for a name in a registry
+esac
 
 export MHAR_ROOT MHAR_INTERFACE MHAR_RANKS_PER_NODE MHAR_HEALTH_CHECK
 [ -n "$MHAR_INTERFACE" ] || unset MHAR_INTERFACE
@@ -202,12 +206,16 @@ train() {
       reason="stopped ahead of the time limit (SIGUSR1)"
       ;;
     *)
-      if [ "$code" -eq 0 ]; then
-        end "stopped as asked (training.stop_after, or a signal to a rank)"
+      if [ "$code" -ne 0 ]; then
+        reason=$(first_failure)
+        code=${reason%% *} reason=${reason#* }
+      elif grep -s ' stopped by ' "$run_dir/log.txt" | tail -n 1 | grep -q ' stopped by stop_after '; then
+        end "stopped as asked (training.stop_after)"
         exit 0
+      else
+        # Slurm tells the ranks alone of a preemption with GraceTime, and of scancel --signal.
+        reason="the ranks were told to stop, this script was not (preemption, scancel --signal, or a signal to a rank)"
       fi
-      reason=$(first_failure)
-      code=${reason%% *} reason=${reason#* }
       if [ "$code" -eq 2 ]; then
         end "$reason; not requeued: it would end the same"
         exit 2
@@ -302,7 +310,7 @@ first_failure() {
 # Why Slurm ends this job: it may have noticed what a node has told already, that another one is lost.
 why_slurm_ends() {
   local known
-  known=$(cat "$MHAR_LOGS"/node-*.end 2>/dev/null | awk -v now="$EPOCHSECONDS" '$1 < now - 2' | sort -n | head -n 1)
+  known=$(cat "$MHAR_LOGS"/node-*.end 2>/dev/null | awk -v now="$(date +%s)" '$1 < now - 2' | sort -n | head -n 1)
   if [ -n "$known" ]; then
     echo "${known#* * }; Slurm ends the job (SIGTERM)"
   else

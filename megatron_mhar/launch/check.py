@@ -31,6 +31,7 @@ _QUESTIONS = """echo
 echo "file=$(cat "$1" 2>/dev/null)"
 echo "interfaces=$(ls /sys/class/net 2>/dev/null | tr '\\n' ' ')"
 [ -x "$2/bin/mhar" ] && echo venv=yes || echo venv=no"""
+_NOTICE_S = 60  # sbatch(1): a signal may come up to so much earlier
 _SRUN_WAIT_S = 30  # for a free node; a busy cluster leaves the shared folder unchecked
 
 
@@ -206,6 +207,13 @@ def _check_limits(job: JobFile, found: Findings) -> None:
     except ValueError:
         found.problems.append(f"time: {asked!r} given; allowed: minutes, h:m:s or days-hours, like 90, 1:30:00, 2-12")
         return
+    told = re.search(r"@(\d+)", job.option("signal") or "")
+    if told and seconds is not None and seconds <= (least := int(told[1]) + _NOTICE_S):
+        found.problems.append(
+            f"time: {asked} given, but --signal has the job told {told[1]} s before its end, and Slurm may tell it up "
+            f"to {_NOTICE_S} s earlier: it would save and requeue itself for ever; allowed: over {least} s "
+            "(SBATCH_TIMELIMIT)"
+        )
     partitions = _partitions(found)
     if partitions is None:
         return

@@ -27,7 +27,7 @@ from typing import Any, Literal, Self, get_args
 
 from megatron_mhar.errors import UserError
 from megatron_mhar.launch.place import Place, host_name, hosts_of
-from megatron_mhar.run_files import RunFiles, checkpoint_path, checkpoint_steps
+from megatron_mhar.run_files import PARTIAL, RunFiles, checkpoint_path, checkpoint_steps
 
 Level = Literal["full", "quick", "off"]
 
@@ -87,7 +87,7 @@ def check_nodes(place: Place, *, logs: Path | None, level: Level) -> tuple[Place
             "host": host_name(),
             "ranks": place.ranks,
             "problems": node_problems(place.ranks),
-            "unseen": str(logs) if logs is not None and not logs.is_dir() else "",
+            "unseen": str(logs) if logs is not None and not logs.is_dir() else "",  # made by the job's script
             "topology": os.environ.get("SLURM_TOPOLOGY_ADDR", ""),
         }
         verdict = meeting.exchange(own, lambda reports: judge_nodes(reports, place.nodes, meeting.where))
@@ -198,7 +198,9 @@ def check_room(run_dir: Path) -> None:
         return
     newest = checkpoint_path(folder, steps[-1])
     need = sum(file.stat().st_size for file in newest.iterdir() if file.is_file())
-    free = shutil.disk_usage(folder).free
+    # What a save that was ended has left goes when the run begins.
+    left = (file for partial in folder.glob(f"*{PARTIAL}") for file in partial.rglob("*") if file.is_file())
+    free = shutil.disk_usage(folder).free + sum(file.stat().st_size for file in left)
     if free < need:
         raise UserError(
             f"{folder}: {free / 1e6:,.1f} MB are free there, but the next checkpoint needs {need / 1e6:,.1f} MB, as "
@@ -252,6 +254,11 @@ def _mistake(reports: Mapping[int, Mapping[str, Any]], nodes: int) -> str:
             "of a run have the same number: set MHAR_RANKS_PER_NODE, or use as many GPUs on each"
         )
     unseen = [report["unseen"] for report in reports.values() if report["unseen"]]
+    if len(unseen) == nodes:
+        return (
+            f"output_dir: no node sees {unseen[0]}, which the job has made: it is not mounted in the container; "
+            "MHAR_OUTPUT_DIR is, and what MHAR_MOUNTS names"
+        )
     if len(unseen) == nodes - 1 > 1:
         return (
             f"output_dir: none of the other {nodes - 1} nodes sees {unseen[0]}, which the first one has made: it is on "

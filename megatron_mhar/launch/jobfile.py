@@ -296,7 +296,7 @@ class JobFile:
 
 
 def parse_time(text: str) -> int | None:
-    """Seconds of a time as Slurm writes it (``90``, ``1:30:00``, ``2-12``); None where there is no limit.
+    """Seconds of a time as Slurm writes it (``90``, ``1:30:00``, ``2-12``); None where there is no limit (``0`` too).
 
     Raises:
         ValueError: it is no time.
@@ -313,4 +313,4 @@ def parse_time(text: str) -> int | None:
         hours, (minutes, seconds) = 0, (*parts, 0)[:2]
     if len(parts) > 3:
         raise ValueError(text)
-    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds or None

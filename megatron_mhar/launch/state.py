@@ -105,12 +105,12 @@ def read_state(run_dir: Path, *, now: datetime | None = None) -> RunState:
         state = "ended"
     elif failure is not None or (attempts and not started(attempts)):
         state = "requeued" if requeued(attempts) else "ended"
-    elif heard is None:
-        state = "new"
     else:
         patience = max(_SILENT_S, 5 * (seconds or 0.0) * config.training.log_interval)
-        begun = max(heard, attempts[-1].time) if attempts else heard  # a start takes its time before the first report
-        state = "running" if ((now or datetime.now(UTC)) - begun).total_seconds() < patience else "silent"
+        # A start takes its time before the first report.
+        begun = max((time for time in (heard, attempts[-1].time if attempts else None) if time), default=None)
+        quiet = begun is not None and ((now or datetime.now(UTC)) - begun).total_seconds() > patience
+        state = "silent" if quiet else "running" if heard else "new"
     return RunState(
         name=config.name,
         state=state,

@@ -48,13 +48,12 @@ from megatron_mhar.config.load import flatten
 from megatron_mhar.config.schema import RunConfig
 from megatron_mhar.errors import UserError
 from megatron_mhar.model.fp8 import check_scales, checked_scales, is_scales
-from megatron_mhar.run_files import checkpoint_path, checkpoint_steps
+from megatron_mhar.run_files import PARTIAL, checkpoint_path, checkpoint_steps
 from megatron_mhar.train.distributed import on_every_rank, on_first_rank
 from megatron_mhar.train.optimizer import Optimizer
 
 logger = logging.getLogger("megatron_mhar")
 
-_PARTIAL = ".partial"
 # Optimizer state under the names of the parameters, whichever optimizers of a chain and ranks of it hold them.
 _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
@@ -148,7 +147,7 @@ class Checkpoints:
     def _begin(self, step: int) -> Path:
         """Make the folder that a checkpoint is written to. No other save writes there, not even one of a killed run."""
         path = checkpoint_path(self.folder, step)
-        partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_PARTIAL}")
+        partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PARTIAL}")
         try:
             partial.mkdir(parents=True)
         except OSError as error:
@@ -256,7 +255,7 @@ class Checkpoints:
         )
 
     def _remove_partial(self) -> None:
-        for entry in sorted(self.folder.glob(f"step_*{_PARTIAL}")):
+        for entry in sorted(self.folder.glob(f"step_*{PARTIAL}")):
             shutil.rmtree(entry, ignore_errors=True)
             logger.info("%s: a half-written checkpoint, passed over and removed", entry)
 
@@ -404,7 +403,7 @@ def _sync_folder(folder: Path) -> None:
 
 def _remove(path: Path) -> None:
     """Remove a complete checkpoint; if this is interrupted, it is no complete one."""
-    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_PARTIAL}")
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PARTIAL}")
     path.rename(partial)
     shutil.rmtree(partial)
 

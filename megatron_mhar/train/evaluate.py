@@ -65,8 +65,9 @@ def evaluate(
                 evaluation = config.evaluation.model_copy(update={"batches": count})
                 config = config.model_copy(update={"evaluation": evaluation})
             progress = stack.enter_context(ProgressLog(None, total=config.training.steps, start=found))
-            with watch.patience():
-                trainer = Trainer(config, folder, device, progress, None, digests, trains=False)
+            trainer = Trainer(
+                config, folder, device, progress, None, digests, trains=False, patience=watch.patience
+            )  # fmt: skip
             found = _load(trainer, folder.files, found, step)
             watch.steps_done, watch.passes = lambda: found, lambda: trainer.passes
             loss = trainer.evaluate(average=False)

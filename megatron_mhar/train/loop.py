@@ -101,11 +101,9 @@ def train(config: RunConfig) -> RunSummary | None:
             tracker = stack.enter_context(_tracker(config, folder)) if first else None
             # An error is told to the other ranks before tracker and log are closed, which takes its time.
             stack.push(watch)
-            with watch.patience():
-                trainer = Trainer(config, folder, device, progress, tracker, digests)
+            trainer = Trainer(config, folder, device, progress, tracker, digests, patience=watch.patience)
             stack.callback(trainer.release)
             watch.steps_done, watch.passes = lambda: trainer.steps_done, lambda: trainer.passes
-            trainer.patience = watch.patience
             summary = trainer.run(start)
             return summary if first else None
     finally:
@@ -134,6 +132,7 @@ class Trainer:
         tracker: where metrics go; rank 0 alone has one.
         digests: of the data files, as check_data gives them.
         trains: whether it will train, or only evaluate: then training data need not be there.
+        patience: what is put around a call that other threads may have to wait for, as numpy's shuffle of indices.
     """
 
     def __init__(
@@ -146,7 +145,9 @@ class Trainer:
         digests: Mapping[str, str] | None = None,
         *,
         trains: bool = True,
+        patience: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        self.patience = patience
         self.config, self.folder, self.device, self.progress, self.tracker = config, folder, device, progress, tracker
         self.digests = digests or {}
         self.models = build_models(config)
@@ -157,7 +158,8 @@ class Trainer:
         self.checkpoints = Checkpoints(config, folder.files.checkpoints, self.chunks, self.optimizer)
         # An evaluation beside a training that is under way has indices of its own.
         index = folder.files.index if trains else folder.files.evaluation / "index"
-        self.train_set, self.valid_set = build_datasets(config, index, digests, train=trains)
+        with patience():
+            self.train_set, self.valid_set = build_datasets(config, index, digests, train=trains)
         self.data_parallel = parallel_state.get_data_parallel_world_size()
         # Of this rank, in a global batch.
         self.micro_batches = config.training.global_batch_size // config.training.micro_batch_size // self.data_parallel
@@ -174,8 +176,6 @@ class Trainer:
         self.stop_signal: int | None = None
         self.steps_done = 0
         self.passes = 0  # runs of the schedule and forwards of micro-batches begun, to train and to evaluate
-        # What a call is put into that other threads may have to wait for.
-        self.patience: Callable[[], AbstractContextManager[None]] = nullcontext
         self.routing: RoutingMap | None = None
         precision = "fp8" if self.models[0].config.fp8 else config.training.precision
         tflops = config.training.peak_tflops

@@ -229,7 +229,7 @@ class Watch(AbstractContextManager["Watch"]):
         self._look_at = 0.0  # when to look again
         self._seen: dict[int, Beat] = {}  # others, at the last look of this stall
         self._said_unclear = False
-        self._patient, self._told = False, threading.Event()  # it may be silent, and whether the others know
+        self._patient, self._told = False, threading.Event()  # whether it may be silent, and that this is told
         self._leaving = False
         self._beat_now = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -283,15 +283,19 @@ class Watch(AbstractContextManager["Watch"]):
 
         It is for calls that hold Python's lock for long: numpy's shuffle, the end of torch's profiler.
         """
-        if self._threads:
-            self._told.clear()
-            self._patient = True
-            self._beat_now.set()
-            self._told.wait(self.heartbeat_s)  # without the store there is nobody to tell
+        self._be_patient(True)
         try:
             yield
         finally:
-            self._patient = False
+            self._be_patient(False)  # at once: if this rank is stopped before it is told, it counts as silent for long
+
+    def _be_patient(self, patient: bool) -> None:
+        """Tell the others that this rank may be silent, or that it may not any more."""
+        self._told.clear()
+        self._patient = patient
+        if self._threads:
+            self._beat_now.set()
+            self._told.wait(self.heartbeat_s)  # without the store there is nobody to tell
 
     # The beating thread: everything that asks the store, which may never answer.
 
@@ -327,7 +331,7 @@ class Watch(AbstractContextManager["Watch"]):
         if self._failure is not None:
             self._accuse(store, self.rank, _failure_text(beat, self._failure))
         store.set(f"beat/{self.rank}", beat.dump())
-        if beat.patient:
+        if beat.patient == self._patient:
             self._told.set()
 
     def _listen(self, store: Store) -> None:

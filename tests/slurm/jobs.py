@@ -51,7 +51,8 @@ def settings(corpus: Path, output_dir: Path, name: str) -> RunConfig:
         corpus, output_dir, name=name, residual=METHODS["mhar"],
         training={"steps": STEPS, "global_batch_size": 4, "micro_batch_size": 1},
         evaluation={"interval": 15}, checkpoint={"interval": SAVE_EVERY},
-        parallel={"tensor": 2, "sequence": True, "heartbeat_s": 10, "join_s": 60}, tracking={"enabled": True},
+        parallel={"tensor": 2, "sequence": True, "heartbeat_s": 10, "join_s": 60, "timeout_s": 120},
+        tracking={"enabled": True},
     )  # fmt: skip
 
 

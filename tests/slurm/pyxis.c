@@ -25,6 +25,11 @@ enum { COUNT = sizeof options / sizeof *options };
 
 static int given(int option, const char *value, int remote)
 {
+	/* What begins with neither is a name in a registry, and there is none here. */
+	if (option == 0 && strspn(value, "./") == 0 && strstr(value, ".sqsh") != NULL) {
+		slurm_error("pyxis: docker://%s cannot be imported", value);
+		return ESPANK_ERROR;
+	}
 	options[option].value = strdup(value);
 	return ESPANK_SUCCESS;
 }

@@ -121,7 +121,7 @@ def test_smoke_test_with_and_without_a_container(
         set()
         if container is None
         else {
-            f"MHAR_TEST_CONTAINER_IMAGE={container} MHAR_TEST_CONTAINER_MOUNTS={mounts} "
+            f"MHAR_TEST_CONTAINER_IMAGE={ROOT}/{container} MHAR_TEST_CONTAINER_MOUNTS={mounts} "
             f"MHAR_TEST_CONTAINER_WORKDIR={ROOT}"
         }
     )

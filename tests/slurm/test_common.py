@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_mhar.launch.attempts import read_attempts
+from megatron_mhar.run_files import GOES_ON
 from tests.launch import ROOT
 
 JOB = """\
@@ -304,10 +305,35 @@ def test_no_node_is_excluded_where_it_is_not_allowed(job: Job) -> None:
     assert "node node2 is bad: ECC; gave up: MHAR_EXCLUDE_NODES allows 0" in output
 
 
+def says(words: str) -> str:
+    """What a rank leaves in the run's log."""
+    line = f"2026-01-02 11:59:10 stopped by {words} after step 2, saved at step 2; {GOES_ON}"
+    return f'echo "{line}" >>"$run_dir/log.txt"\n'
+
+
 def test_stopped_as_asked_is_an_end(job: Job) -> None:
-    code, output = job.start("exit 0")
+    code, output = job.start(says("SIGINT") + says("stop_after"))
     assert code == 0 and job.requeues() == 0 and "NEXT" not in output
     assert job.ends()[0].startswith("stopped as asked")
+
+
+def test_a_signal_that_only_the_ranks_get_is_no_end(job: Job) -> None:
+    """As a preemption with a grace time gives it to the job's steps."""
+    code, output = job.start(SAVE.format(2) + says("stop_after") + says("SIGTERM"))
+    assert code == 1 and job.requeues() == 1 and "NEXT" not in output
+    assert job.ends()[0].startswith("the ranks were told to stop, this script was not")
+    assert job.ends()[0].endswith("; requeued, goes on from step 2")
+
+
+def test_an_image_in_the_checkout_is_told_to_pyxis_as_a_file(job: Job) -> None:
+    for given, told in (
+        ("images/m.sqsh", f"{ROOT}/images/m.sqsh"),
+        ("./m.sqsh", "./m.sqsh"),
+        ("nvcr.io#x", "nvcr.io#x"),
+    ):
+        _, output = job.start("", MHAR_CONTAINER=given, MHAR_RENDER="1")
+        (command,) = (shlex.split(line) for line in output.splitlines() if line.startswith("srun"))
+        assert f"--container-image={told}" in command
 
 
 LISTEN = """\

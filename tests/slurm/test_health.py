@@ -94,6 +94,10 @@ def test_room_for_the_next_checkpoint(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(health.shutil, "disk_usage", lambda folder: usage._replace(free=2_000_000))
     with pytest.raises(UserError, match=r"2\.0 MB are free there, but the next checkpoint needs 3\.0 MB.*from step 20"):
         check_room(tmp_path)
+    left = newest.with_name("step_00000030.ab12cd34.partial")  # the run will remove it
+    left.mkdir()
+    (left / "a.distcp").write_bytes(bytes(1_500_000))
+    check_room(tmp_path)
 
 
 def report(
@@ -143,6 +147,9 @@ def test_nodes_that_are_not_started_as_one_run_are_not_bad() -> None:
     assert text.startswith("node 1 (b) starts 4 ranks and node 2 (c) 8, but all nodes of a run have the same number")
     text = mistake(report("a"), report("b", unseen="/tmp/logs"), report("c", unseen="/tmp/logs"))
     assert text.startswith("output_dir: none of the other 2 nodes sees /tmp/logs, which the first one has made")
+    for nodes in (1, 2, 4):  # nor does the first: its script ran outside of the container
+        text = mistake(*(report(f"n{number}", unseen="/runs/logs") for number in range(nodes)))
+        assert text.startswith("output_dir: no node sees /runs/logs, which the job has made: it is not mounted in the")
 
 
 def test_verdict_over_the_all_reduce() -> None:

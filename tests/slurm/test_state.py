@@ -67,6 +67,13 @@ def test_running(run_dir: Path) -> None:
     assert state.last_words == ("two", "three", "four")
 
 
+def test_a_start_that_never_reports_is_silent(run_dir: Path) -> None:
+    write_attempts(run_dir, START)
+    RunFiles(run_dir).journal.unlink()
+    assert read_state(run_dir, now=NOW).state == "silent"
+    assert read_state(run_dir, now=NOW - timedelta(minutes=58)).state == "new"
+
+
 def test_an_end_is_told_and_what_was_not_saved_is_to_be_done_again(run_dir: Path) -> None:
     write_attempts(run_dir, START, END)
     state = read_state(run_dir, now=NOW)

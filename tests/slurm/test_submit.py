@@ -68,7 +68,7 @@ def test_training_jobs_outlive_their_time_limit(path: Path) -> None:
 @pytest.mark.parametrize(
     "text,seconds",
     [("90", 5400), ("5:30", 330), ("1:30:00", 5400), ("2-12", 216000), ("1-1:30", 91800), ("1-0:0:5", 86405),
-     ("UNLIMITED", None)],
+     ("UNLIMITED", None), ("0", None), ("0:00", None)],
 )  # fmt: skip
 def test_times(text: str, seconds: int | None) -> None:
     assert parse_time(text) == seconds
@@ -187,6 +187,8 @@ def test_the_pair_has_one_seed_and_one_order_of_data(cluster: Path) -> None:
     [
         (("--time", "3-0", PRETRAIN), r"time: 3-0 given, but partition main allows 2-00:00:00"),
         (("--partition", "short", PRETRAIN), r"time: 24:00:00 given, but partition short allows 01:00:00"),
+        (("--time", "0", "--partition", "short", PRETRAIN), r"time: 0 given, but partition short allows 01:00:00"),
+        (("--time", "6", PRETRAIN), r"time: 6 given, but --signal has the job told 300 s before its end"),
         (("--time", "soon", PRETRAIN), r"time: 'soon' given; allowed: minutes"),
         (("--partition", "gpu", PRETRAIN), r"partition: gpu given, but there is no such .*; there are main, short"),
         (("--nodes", "17", PRETRAIN, "training.global_batch_size=136"), r"nodes: 17 given, but partition main has"),

@@ -94,10 +94,12 @@ def test_one_mlflow_run_over_a_kill_and_another_number_of_ranks(results, one_ran
             assert [value for _, value in points] == pytest.approx([value for _, value in values], abs=1e-5)
 
 
-def test_a_stopped_rank_is_named_once_its_silence_is_long_enough(results):
+@pytest.mark.parametrize("case", ["stopped", "patient_then_stopped"])
+def test_a_stopped_rank_is_named_once_its_silence_is_long_enough(results, case):
+    """Its last word, that it may be silent, counts only as long as it is so."""
     what = rf"has not been heard from for \d+ s, after step {FAULT_STEP}{SEEN}"
-    expect(results["stopped"], 1, what, codes=1, within_s=HEARTBEAT_S + 15)
-    assert min(s for s in results["stopped"]["seconds"] if s is not None) > HEARTBEAT_S - 1
+    expect(results[case], 1, what, codes=1, within_s=HEARTBEAT_S + 15)
+    assert min(s for s in results[case]["seconds"] if s is not None) > HEARTBEAT_S - 1
 
 
 def test_a_stopped_rank_that_keeps_the_store_is_named_too(results):

@@ -29,6 +29,7 @@ CASES = {
     "one_of_two_killed": (2, "kill", 1, {}),
     "stopped": (4, "stop", 1, {"pipeline": 2}),
     "first_stopped": (2, "stop", 0, {"pipeline": 2}),
+    "patient_then_stopped": (2, "stop after patience", 1, {"timeout_s": 2 * LIMIT_S}),
     "failed": (4, "fail", 2, {"pipeline": 2}),
     "first_failed": (2, "fail", 0, {"pipeline": 2}),
     "cut_off": (2, "cut", 1, {}),
@@ -76,7 +77,10 @@ def put_in(fault, folder, name="run"):
             (folder / "fault").write_text(str(time.time()))
             if fault in ("kill", "second"):
                 os.kill(os.getpid(), signal.SIGKILL)
-            if fault == "stop":
+            if fault == "stop after patience":
+                with self.patience():
+                    pass
+            if fault in ("stop", "stop after patience"):
                 os.kill(os.getpid(), signal.SIGSTOP)
             if fault == "agent":
                 os.kill(os.getppid(), signal.SIGKILL)
