@@ -11,11 +11,14 @@ import functools
 import logging
 import os
 import resource
+import socket
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from megatron_mhar.errors import UserError
 
 HAS_GPU = torch.cuda.is_available()
 # Collectives: NCCL between GPUs, gloo between CPU processes.
@@ -29,13 +32,26 @@ _installed = False
 
 
 def setup(local_rank: int) -> torch.device:
-    """Prepare this process for megatron-core and return its device. May be called more than once."""
+    """Prepare this process for megatron-core and return its device. May be called more than once.
+
+    Raises:
+        UserError: this process was given GPUs, and torch sees none; ``MHAR_ALLOW_CPU=1`` lets it compute on a CPU.
+    """
     if HAS_GPU:
         # TP with overlap needs one hardware queue, or a collective can wait behind the compute that waits for it. It is
         # read when the device is first used.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    # Slurm says NoDevFiles where a job has none, and people -1.
+    if given not in ("", "-1", "NoDevFiles") and os.environ.get("MHAR_ALLOW_CPU") != "1":
+        built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
+        raise UserError(
+            f"CUDA_VISIBLE_DEVICES: {given} given, but torch sees no GPU on {socket.gethostname()}: torch "
+            f"{torch.__version__} {built}; look at the driver, and in a container at whether it is let through. "
+            "MHAR_ALLOW_CPU=1 trains on the processor"
+        )
     _redirect_to_cpu()
     return torch.device("cpu")
 

@@ -17,6 +17,7 @@ set -euo pipefail
 : "${MHAR_VALID_DATA:=}"                    # data.valid, likewise
 : "${MHAR_INTERFACE:=}"                     # network interface of NCCL's and gloo's sockets; empty: their choice
 : "${MHAR_RANKS_PER_NODE:=}"                # empty: one a GPU
+: "${MHAR_ALLOW_CPU:=}"                     # 1: let ranks compute on processors where torch sees none of the job's GPUs
 : "${MHAR_RETRIES:=3}"                      # requeues in a row that bring no newer checkpoint, then the job gives up
 : "${MHAR_HEALTH_CHECK:=full}"              # of the nodes, before each start: full; quick (no all-reduce); off
 : "${MHAR_EXCLUDE_NODES:=2}"                # nodes found bad that a job may exclude and ask others for; then it gives up
@@ -56,7 +57,7 @@ case $MHAR_CONTAINER in
   *.sqsh) MHAR_CONTAINER=$MHAR_ROOT/$MHAR_CONTAINER ;; # Pyxis takes image.sqsh for a name in a registry
 esac
 
-export MHAR_ROOT MHAR_INTERFACE MHAR_RANKS_PER_NODE MHAR_HEALTH_CHECK
+export MHAR_ROOT MHAR_INTERFACE MHAR_RANKS_PER_NODE MHAR_ALLOW_CPU MHAR_HEALTH_CHECK
 [ -n "$MHAR_INTERFACE" ] || unset MHAR_INTERFACE
 [ -n "$MHAR_RANKS_PER_NODE" ] || unset MHAR_RANKS_PER_NODE
 cd "$MHAR_ROOT"

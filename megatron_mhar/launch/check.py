@@ -74,16 +74,25 @@ def check_job(job: JobFile, *, gpu_gib: float) -> Findings:
             except UserError as error:
                 found.problems.append(f"{where}: {error}")
                 continue
-            outputs[job.root / config.output_dir] = None
             world = training.nodes * job.ranks_per_node
             _check_layout(where, config, world, gpu_gib, found)
-            _check_run_folder(job, where, config, found)
+            inside = job.root / config.output_dir
+            output = training.outside(inside)
+            if output is None:
+                found.problems.append(
+                    f"{where}: output_dir: no mount of the container holds {inside}, so that the run would be lost "
+                    "with it; name the folder by MHAR_OUTPUT_DIR, which is mounted, or mount it by MHAR_MOUNTS"
+                )
+                continue
+            outputs[output] = None
+            if output == inside:
+                _check_run_folder(job, where, config, found)
             if makes_data:
                 found.unchecked.append(f"{where}: data: the job itself makes some before it trains")
             elif job.option("dependency") is not None:
                 found.unchecked.append(f"{where}: data: the job waits for others, which may make it")
             else:
-                _check_data(job, where, config, found)
+                _check_data(job, where, training, config, found)
     if not found.problems:  # asks the cluster: only for a job that may run
         for folder in outputs:
             _check_shared(job, folder, found)
@@ -186,15 +195,25 @@ def _check_run_folder(job: JobFile, where: str, config: RunConfig, found: Findin
             return  # what can be read from here says nothing of the nodes
 
 
-def _check_data(job: JobFile, where: str, config: RunConfig, found: Findings) -> None:
+def _check_data(job: JobFile, where: str, training: TrainCommand, config: RunConfig, found: Findings) -> None:
+    there: dict[str, tuple[str, ...]] = {}
+    for key, prefixes in (("train", config.data.train), ("valid", config.data.valid)):
+        files = [training.outside(job.root / prefix) for prefix in prefixes]
+        if None in files:
+            found.unchecked.append(
+                f"{where}: data.{key}: no mount of the container holds {prefixes[files.index(None)]}; unless the image "
+                "does, set MHAR_MOUNTS"
+            )
+            return
+        there[key] = tuple(map(str, files))
+    config = config.model_copy(update={"data": config.data.model_copy(update=there)})
     from megatron_mhar.quiet import quiet_imports
 
     with quiet_imports():
         from megatron_mhar.data.dataset import check_data
 
     try:
-        with chdir(job.root):
-            check_data(config)
+        check_data(config)
     except UserError as error:
         found.problems.append(f"{where}: {error}")
 

@@ -39,11 +39,26 @@ _VARIABLES = {
 
 @dataclass(frozen=True)
 class TrainCommand:
-    """One start of ``launch/node``: the config and overrides that its ranks get, and on how many nodes."""
+    """One start of ``launch/node``: the config and overrides that its ranks get, and on how many nodes.
+
+    Attributes:
+        mounts: of the container that they run in, (outside, inside) each; None without one.
+    """
 
     config: Path
     overrides: tuple[str, ...]
     nodes: int
+    mounts: tuple[tuple[Path, Path], ...] | None = None
+
+    def outside(self, path: Path) -> Path | None:
+        """Where the node has what the ranks call ``path``; None where no mount of their container holds it."""
+        if self.mounts is None:
+            return path
+        held = [mount for mount in self.mounts if path.is_relative_to(mount[1])]
+        if not held:
+            return None
+        outside, inside = max(held, key=lambda mount: len(mount[1].parts))
+        return outside / path.relative_to(inside)
 
 
 @dataclass(frozen=True)
@@ -217,7 +232,10 @@ class JobFile:
             for place, word in enumerate(command):
                 if word.endswith("launch/node") and command[place + 1 : place + 2] not in ([], ["evaluate"]):
                     config, *overrides = command[place + 1 :]
-                    found.append(TrainCommand(Path(config), tuple(overrides), self._nodes_of(command[:place])))
+                    options = command[:place]
+                    found.append(
+                        TrainCommand(Path(config), tuple(overrides), self._nodes_of(options), _mounts_of(options))
+                    )
                     break
         return found
 
@@ -293,6 +311,15 @@ class JobFile:
             return None
         given = f"{venv} given, but it" if self.environment.get("MHAR_VENV") else f"not set, and {venv}"
         return f"MHAR_VENV: {given} has no bin/mhar; make venv makes one in the checkout, or set MHAR_CONTAINER"
+
+
+def _mounts_of(options: Sequence[str]) -> tuple[tuple[Path, Path], ...] | None:
+    """Of the container of an srun command, as Pyxis writes them: FROM:TO[:FLAGS],..."""
+    told = next((word.partition("=")[2] for word in options if word.startswith("--container-mounts=")), None)
+    if told is None:
+        return None
+    parts = [mount.split(":") for mount in told.split(",") if mount]
+    return tuple((Path(outside), Path((inside or [outside])[0])) for outside, *inside in parts)
 
 
 def parse_time(text: str) -> int | None:

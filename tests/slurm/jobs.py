@@ -118,7 +118,7 @@ def job_environment(output_dir: Path, **more: str) -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_", "MHAR_"))}
     return kept | {
         "SLURM_CONF": os.environ["SLURM_CONF"], "MHAR_ROOT": str(ROOT), "MHAR_OUTPUT_DIR": str(output_dir),
-        "MHAR_INTERFACE": "lo", "MHAR_VENV": str(Path(sys.executable).parents[1]),
+        "MHAR_INTERFACE": "lo", "MHAR_ALLOW_CPU": "1", "MHAR_VENV": str(Path(sys.executable).parents[1]),
         # Asked for by the test of the full check alone: it starts every rank twice.
         "MHAR_HEALTH_CHECK": "quick", **more,
     }  # fmt: skip

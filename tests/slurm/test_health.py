@@ -334,6 +334,21 @@ def test_a_rank_that_crashes_is_its_nodes_fault(monkeypatch: pytest.MonkeyPatch)
         check_nodes(Place(0, 1, 2, "localhost", free_port()), logs=None, level="full")
 
 
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="of a machine without a GPU")
+def test_gpus_that_torch_does_not_see_are_the_nodes_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run would train on processors without a word."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("SLURMD_NODENAME", "n7")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(
+        Unhealthy, match="n7 is bad: .*CUDA_VISIBLE_DEVICES: 0,1 given, but torch sees no GPU"
+    ) as caught:
+        check_nodes(Place(0, 1, 2, "localhost", free_port()), logs=None, level="full")
+    assert caught.value.hosts == ("n7",)
+    monkeypatch.setenv("MHAR_ALLOW_CPU", "1")
+    check_nodes(Place(0, 1, 2, "localhost", free_port()), logs=None, level="full")[1].close()
+
+
 def test_levels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert level_of({}) == level_of({"MHAR_HEALTH_CHECK": ""}) == "full"
     with pytest.raises(UserError, match=r"MHAR_HEALTH_CHECK: 'some' given; allowed: full, quick, off"):

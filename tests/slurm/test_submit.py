@@ -241,6 +241,25 @@ def test_wrong_choices_of_the_site(
     assert message in refused(PRETRAIN)
 
 
+def test_with_a_container_paths_are_those_in_it(
+    cluster: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "m.sqsh").touch()
+    monkeypatch.setenv("MHAR_CONTAINER", str(tmp_path / "m.sqsh"))
+    result = call(PRETRAIN)
+    assert result.exit_code == 0 and f"no mount of the container holds {corpus}/train; unless" in result.output
+    monkeypatch.setenv("MHAR_MOUNTS", f"{corpus}:/corpus/walks:ro")
+    for files, problem in (("train", ""), ("no", f"{corpus}/no")):
+        monkeypatch.setenv("MHAR_TRAIN_DATA", f"[/corpus/walks/{files}]")
+        monkeypatch.setenv("MHAR_VALID_DATA", "[/corpus/walks/valid]")
+        if problem:
+            assert problem in refused(PRETRAIN)
+        else:
+            assert call(PRETRAIN).exit_code == 0 and "no mount" not in call(PRETRAIN).output
+    said = refused(PRETRAIN, "output_dir=/other", "data.train=[/corpus/walks/train]")
+    assert "output_dir: no mount of the container holds /other, so that the run would be lost" in said
+
+
 def test_of_several_partitions_one_must_fit(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SBATCH_PARTITION", "short,main")
     assert call(PRETRAIN).exit_code == 0
