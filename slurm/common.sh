@@ -158,6 +158,7 @@ train() {
   # What commands are told: the number of an array's last task is also that of the whole array.
   local job=$SLURM_JOB_ID
   [ -z "${SLURM_ARRAY_TASK_ID:-}" ] || job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}_$SLURM_ARRAY_TASK_ID
+  wait_for_earlier_jobs
   local earlier its_restart running
   while read -r earlier its_restart; do
     running=""
@@ -260,6 +261,21 @@ finished_before_requeue() {
   [ -s "$run_dir/summary.json" ] && [ -f "$run_dir/attempts.tsv" ] &&
     awk -F '\t' -v job="$SLURM_JOB_ID" -v restart="$restart" \
       '$3 == job && $4 != restart { last = $6 } END { exit last != "finished" }' "$run_dir/attempts.tsv"
+}
+
+# Of a job that is cancelled, or requeued elsewhere, the ranks may still be saving, though it has told its end.
+wait_for_earlier_jobs() {
+  local jobs names="" told="" until
+  until=$(($(date +%s) + MHAR_WAIT))
+  [ ! -f "$run_dir/attempts.tsv" ] || jobs=$(awk -F '\t' -v job="$SLURM_JOB_ID" \
+    'NF == 6 && $3 ~ /^[0-9]+$/ && $3 != job { print $3 }' "$run_dir/attempts.tsv" | sort -n -u | tail -n 9 | paste -s -d ,)
+  while [ -n "${jobs:-}" ] && [ "$(date +%s)" -lt "$until" ]; do
+    names=$(squeue --noheader --jobs="$jobs" --states=COMPLETING --format=%i 2>/dev/null | paste -s -d ' ') || break
+    [ -n "$names" ] || break
+    [ "$names" = "$told" ] || say "job $names is ending, and may be saving: waiting for it"
+    told=$names
+    sleep 1
+  done
 }
 
 # "JOB RESTART" of each job whose last line is a start.

@@ -62,13 +62,14 @@ def level_of(environment: Mapping[str, str]) -> Level:
     raise UserError(f"MHAR_HEALTH_CHECK: {text!r} given; allowed: {', '.join(get_args(Level))}")
 
 
-def check_nodes(place: Place, *, logs: Path | None, level: Level) -> tuple[Place, Meeting]:
+def check_nodes(place: Place, *, logs: Path | None, level: Level, files: Sequence[Path] = ()) -> tuple[Place, Meeting]:
     """Check all nodes of a run together; called by each of them.
 
     Args:
         place: of this node.
         logs: folder that the job has made for the logs, if it has.
         level: ``quick`` leaves the all-reduce out, which starts every rank; ``off`` does nothing.
+        files: that the ranks will read.
 
     Returns:
         This node's place, its number that in the order of the network's topology, where Slurm knows it; and the nodes'
@@ -88,6 +89,7 @@ def check_nodes(place: Place, *, logs: Path | None, level: Level) -> tuple[Place
             "ranks": place.ranks,
             "problems": node_problems(place.ranks),
             "unseen": str(logs) if logs is not None and not logs.is_dir() else "",  # made by the job's script
+            "unread": next((str(file) for file in files if not os.access(file, os.R_OK)), ""),
             "topology": os.environ.get("SLURM_TOPOLOGY_ADDR", ""),
         }
         verdict = meeting.exchange(own, lambda reports: judge_nodes(reports, place.nodes, meeting.where))
@@ -216,7 +218,7 @@ def judge_nodes(reports: Mapping[int, Mapping[str, Any]], nodes: int, where: str
 
     Args:
         reports: by node; those that did not come are missing. ``offset_s`` is a clock's lead over node 0's, ``unseen``
-            the folder of the logs where a node does not see it.
+            the folder of the logs where a node does not see it, ``unread`` a file of the data that it cannot read.
         nodes: how many there are.
         where: host and port where they met.
     """
@@ -236,6 +238,10 @@ def judge_nodes(reports: Mapping[int, Mapping[str, Any]], nodes: int, where: str
         if report["unseen"]:
             problem = f"it does not see {report['unseen']}, which the job has made: a file system is not mounted here"
             problems.append(problem + (", or output_dir is on none that both nodes share" if nodes == 2 else ""))
+        if report["unread"] and not all(other["unread"] for other in reports.values()):  # else mhar says what is wrong
+            problems.append(
+                f"it cannot read {report['unread']}, which other nodes can: a file system is not mounted here"
+            )
         if sum(seconds > _CLOCK_S for seconds in apart) > len(apart) / 2:
             problems.append(f"its clock is {max(apart):,.1f} s apart from the other nodes'")
         if problems:

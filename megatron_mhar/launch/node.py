@@ -363,7 +363,9 @@ def main(arguments: Sequence[str]) -> int:
         place = find_place(os.environ)
         if level != "off" and place.node == 0 and command[0] == "train":
             check_room(run_dir)
-        place, meeting = check_nodes(place, logs=logs, level=level)
+        data = (*config.data.train, *config.data.valid) if command[0] == "train" else config.data.valid
+        files = [Path(f"{prefix}{ending}") for prefix in data for ending in (".idx", ".bin")]
+        place, meeting = check_nodes(place, logs=logs, level=level, files=files)
         if logs is None:
             prefix = "" if command[0] == "train" else f"{command[0]}-"  # what becomes of an evaluation is not the run's
             logs = _own_logs(run_dir / "logs" / time.strftime(f"{prefix}%Y%m%d-%H%M%S"))

@@ -172,9 +172,12 @@ def test_a_run_that_another_job_trains_is_left_alone(job: Job) -> None:
     while not read_attempts(job.run_dir):
         time.sleep(0.05)
     # Of the number of an array's last task Slurm tells all tasks.
-    job._tool("squeue", '[ "$2" = --jobs=12 ] && echo "11 12_0 RUNNING"')
+    job._tool("squeue", '[ "$2 $3" = "--jobs=12 --format=%A %i %T" ] && echo "11 12_0 RUNNING"')
     try:
-        job._tool("squeue", '[ "$2" = --jobs=12 ] && { echo "11 12_0 RUNNING"; echo "12 12_3 RUNNING"; }')
+        job._tool(
+            "squeue",
+            '[ "$2 $3" = "--jobs=12 --format=%A %i %T" ] && { echo "11 12_0 RUNNING"; echo "12 12_3 RUNNING"; }',
+        )
         code, output = job.start(FINISH, SLURM_JOB_ID="13")
         assert (
             code == 2
@@ -190,6 +193,17 @@ def test_a_run_that_another_job_trains_is_left_alone(job: Job) -> None:
     assert [(attempt.job, attempt.event) for attempt in read_attempts(job.run_dir)] == [
         ("12", "start"), ("12", "end"), ("13", "start"), ("13", "end"),
     ]  # fmt: skip
+
+
+def test_a_job_that_still_saves_is_waited_for(job: Job) -> None:
+    """It is cancelled, and has told its end, but its ranks have the folder."""
+    job.start("exit 1", SLURM_JOB_ID="11")
+    calls = job.bin.parent / "squeue-calls"
+    ends = f'echo x >>{calls}; [ "$(wc -l <{calls})" -gt 2 ] || echo 11'
+    job._tool("squeue", f'case "$*" in *"--jobs=11 --states=COMPLETING "*) {ends} ;; esac')
+    code, output = job.start(FINISH)
+    assert code == 0 and output.count("job 11 is ending, and may be saving: waiting for it") == 1
+    assert len(calls.read_text().splitlines()) == 3
 
 
 @pytest.mark.parametrize("environment,message", [

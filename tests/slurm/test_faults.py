@@ -121,6 +121,18 @@ def test_a_rank_is_killed(job: Job, undisturbed: Outcome) -> None:
     assert first in job.text()
 
 
+def test_a_rank_hangs(job: Job, undisturbed: Outcome) -> None:
+    """Stopped within a collective, it says nothing more; its neighbour in the ring of ranks tells."""
+    job.submit()
+    job.until_step(12)
+    victim = job.ranks()[2]
+    victim.suspend()
+    job.until_equal(undisturbed)
+    first, last = job.ends()
+    assert re.search(rf"rank 2 on host \S+ \(pid {victim.pid}\) has not been heard from for \d+ s", first)
+    assert "; requeued, goes on from step " in first and last == "finished" and first in job.text()
+
+
 @pytest.mark.parametrize("node,reason", [
     # With the first node goes the job's script: Slurm starts the job again, and that start tells of it.
     ("node1", "the start before ended without a word: its first node was lost"),

@@ -101,11 +101,17 @@ def test_room_for_the_next_checkpoint(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def report(
-    host: str, offset_s: float = 0.0, *problems: str, topology: str = "", ranks: int = 8, unseen: str = ""
+    host: str,
+    offset_s: float = 0.0,
+    *problems: str,
+    topology: str = "",
+    ranks: int = 8,
+    unseen: str = "",
+    unread: str = "",
 ) -> dict[str, Any]:
     return {
         "host": host, "offset_s": offset_s, "problems": list(problems), "topology": topology, "ranks": ranks,
-        "unseen": unseen,
+        "unseen": unseen, "unread": unread,
     }  # fmt: skip
 
 
@@ -135,6 +141,12 @@ def test_a_folder_that_one_node_does_not_see_is_that_nodes_fault() -> None:
     assert judged(report("a"), report("b", unseen="/runs/logs"))[0].endswith(
         "a file system is not mounted here, or output_dir is on none that both nodes share"
     )
+
+
+def test_data_that_one_node_does_not_see_are_that_nodes_fault() -> None:
+    reason, bad = judged(report("a"), report("b", unread="/corpus/x.idx"))
+    assert bad == ["b"] and "node b is bad: it cannot read /corpus/x.idx, which other nodes can" in reason
+    assert judged(report("a", unread="/x.idx"), report("b", unread="/x.idx")) == ("", []), "mhar says it better"
 
 
 def test_nodes_that_are_not_started_as_one_run_are_not_bad() -> None:
