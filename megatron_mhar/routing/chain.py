@@ -31,6 +31,7 @@ _PARTS = 32  # of the tokens, in sums over them: enough programs to fill a GPU, 
 _LOGITS_SHARE = 8  # logits that are kept need at most this part of a site's output
 _NORM_PARTS = 1024  # of the tokens, in the gradient of a norm's weight
 _NULL_TOKENS = 32  # a program of the null sources' kernel, which goes through them one by one
+_USED = "this routing chain has been through its backward, which it serves once, or has no source yet"
 
 
 class SiteParameters(NamedTuple):
@@ -40,6 +41,11 @@ class SiteParameters(NamedTuple):
     norm_weight: Tensor
     null_source: Tensor | None = None
     gate: Tensor | None = None
+
+
+def _taken(parameters: SiteParameters) -> SiteParameters:
+    """Detached: a chain is held by autograd's nodes, and must not hold them. Contiguous: kernels know no strides."""
+    return SiteParameters(*(None if p is None else p.detach().contiguous() for p in parameters))  # type: ignore[arg-type]
 
 
 class Norm(Protocol):
@@ -106,16 +112,13 @@ class Chain:
     """Sources and reads of one micro-batch on one stage, tensors in and out: what the kernels do, and in which order.
 
     Attributes:
+        sites: parameters of the sites, detached.
         row: place of each of the plan's rows that is read here.
     """
 
     def __init__(self, plan: ReadPlan, sites: dict[int, SiteParameters]) -> None:
         self.plan = plan
-        # Detached: a chain is held by autograd's nodes, and must not hold them.
-        self._sites = {
-            site: SiteParameters(*(None if p is None else p.detach() for p in parameters))  # type: ignore[arg-type]
-            for site, parameters in sites.items()
-        }
+        self.sites = {site: _taken(parameters) for site, parameters in sites.items()}
         key = next(iter(sites.values())).query.numel() // plan.num_heads
         self._how = schedule(plan.num_heads, key)
         self._grouped = plan.grows_by_one and self._how.groups
@@ -140,7 +143,7 @@ class Chain:
     def add(self, row: int, source: Tensor) -> Tensor:
         if self._buffers is None:
             self._buffers = _Buffers(
-                self.plan, len(self.row), list(self._sites), source, self._how.span if self._grouped else 0
+                self.plan, len(self.row), list(self.sites), source, self._how.span if self._grouped else 0
             )
         if row not in self._rows:  # else it is run again in the backward, and there already
             self._rows.add(row)
@@ -159,7 +162,7 @@ class Chain:
     def read(self, site: int, stream: Tensor | None, norm: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
         """Routed sources, and what goes on to the sublayer: the same without a gate and a norm."""
         b, how = self._ready(), self._how
-        query, norm_weight, null, gate = self._sites[site]
+        query, norm_weight, null, gate = self.sites[site]
         assert (stream is None) == (gate is None), f"site {site}: a gate goes with a stream"
         assert gate is None or norm is None, f"site {site}: what comes through a gate is not normed"
         (prefix, start, total), last = self.plan.reads[site], self.row[self.plan.rows[site][-1]]
@@ -171,9 +174,9 @@ class Chain:
         mixed, lse = self._read_group(site) if older else (None, None)
         kernels.read[(b.tokens,)](
             b.sources, b.inverse_rms, newest, query, norm_weight, null, gate,
-            None if stream is None else stream.contiguous(), norm, mixed, lse, out, given, b.scaled_queries, b.lse,
-            b.logits, b.tokens, site - b.base, len(self.row), 0 if older else prefix,
-            older if older else start - prefix, total - older - 1, self.plan.eps, eps,
+            stream, norm, mixed, lse, out, given, b.scaled_queries, b.lse, b.logits, b.tokens, site - b.base,
+            len(self.row), 0 if older else prefix, older if older else start - prefix, total - older - 1,
+            self.plan.eps, eps,
             HAS_NEWEST=newest is not None, HAS_NULL=null is not None, HAS_GATE=gate is not None,
             HAS_NORM=norm is not None, HAS_OLDER=older > 0, KEEP=b.logits is not None, SPAN=b.span, **how.tile,
             **how.read,
@@ -198,29 +201,34 @@ class Chain:
         """Rows ``start`` to ``stop - 1``, as the sites of a block read them but for the first ``skipped``."""
         b, how, base = self._ready(), self._how, block.number * GROUP
         # A chain of one pipeline stage may begin within a block; the slots of a block's sites are always the same.
-        sites = [site for site in range(base + skipped, base + GROUP) if site in self._sites]
+        sites = [site for site in range(base + skipped, base + GROUP) if site in self.sites]
         skipped = sites[0] - base
         kernels.read_group[(b.tokens * self.plan.num_heads,)](
-            b.sources, b.inverse_rms, *b.split_queries(self._sites), block.mixed[skipped:], block.lse[..., skipped:],
+            b.sources, b.inverse_rms, *b.split_queries(self.sites), block.mixed[skipped:], block.lse[..., skipped:],
             b.tokens, sites[0] - b.base, len(sites), start, stop, GO_ON=0 < start, **how.group_tile,
             **(how.read_half if stop - start == HALF else how.read_group),
         )  # fmt: skip
 
     def note(self, site: int, out: Tensor, grad_out: Tensor) -> None:
-        self._ready()
+        self._begin_back(site)
         self._noted[site] = out, grad_out.contiguous()
+
+    def _begin_back(self, site: int) -> _Buffers:
+        """A site's output gradient is there; it comes once."""
+        if site in self._read_back:
+            raise RuntimeError(_USED)
         self._read_back.add(site)
+        return self._ready()
 
     def take_back(self, site: int, out: Tensor, grad: Tensor, norm: Tensor, eps: float) -> Tensor:
         """Take in what came back to a norm behind a site; the gradient of its weight."""
-        b, how = self._ready(), self._how
-        self._read_back.add(site)
+        b, how = self._begin_back(site), self._how
         tokens = max(4, triton.cdiv(b.tokens, _NORM_PARTS))  # fewer, and the parts would be as large as the gradient
         parts = triton.cdiv(b.tokens, tokens)
         partial = torch.empty((parts, b.width), dtype=torch.float32, device=grad.device)
         kernels.couple_normed[(parts,)](
-            out, grad.contiguous(), norm, b.grad_outs, b.coupling, partial, b.tokens, site - b.base, tokens, eps,
-            **how.tile, num_warps=how.num_warps,
+            out, grad.contiguous(), norm.contiguous(), b.grad_outs, b.coupling, partial, b.tokens, site - b.base,
+            tokens, eps, **how.tile, num_warps=how.num_warps,
         )  # fmt: skip
         return partial.sum(0).to(norm.dtype)
 
@@ -228,7 +236,7 @@ class Chain:
         """Take in the output gradient of a site."""
         b, how = self._ready(), self._how
         out, grad_out = self._noted.pop(site)
-        gate = self._sites[site].gate
+        gate = self.sites[site].gate
         kernels.couple[(b.tokens,)](
             out, grad_out, gate, b.grad_outs, b.coupling, None if gate is None else b.grad_gates, b.tokens,
             site - b.base,
@@ -238,6 +246,8 @@ class Chain:
     def pull(self, row: int, grad: Tensor | None) -> Tensor | None:
         """Gradient of a source: ``grad``, which came to it from elsewhere, and that of all reads."""
         b, how = self._ready(), self._how
+        if row not in self._rows:
+            raise RuntimeError(_USED)
         self._rows.remove(row)
         self._waiting.pop(row, None)
         sites = [site for site in self._readers[row] if site in self._read_back]
@@ -258,7 +268,7 @@ class Chain:
         if stop < last:
             self._pull_group(block, row, first, last)
         out, grad_out = self._noted.pop(first) if own else (None, None)
-        gate = self._sites[first].gate
+        gate = self.sites[first].gate
         later, radial = block.later if stop < last and block.later else (None, None)
         grad_source = torch.empty_like(b.sources[row])
         kernels.pull[(triton.cdiv(b.tokens, how.pull_tokens),)](
@@ -290,7 +300,7 @@ class Chain:
         b, how = self._ready(), self._how
         assert block.later is not None
         kernels.pull_group[(b.tokens * self.plan.num_heads,)](
-            b.sources, b.grad_outs, b.inverse_rms, *b.split_queries(self._sites), b.lse, b.coupling, *block.later,
+            b.sources, b.grad_outs, b.inverse_rms, *b.split_queries(self.sites), b.lse, b.coupling, *block.later,
             block.tiles, b.tokens, row, min(stop_row, len(self.row)) - row, first // GROUP * GROUP - b.base,
             first - b.base, stop - b.base, block.first_site_block, block.num_site_blocks, GO_ON=go_on, **how.group_tile,
             **(how.pull_half if stop_row - row == HALF else how.pull_group),
@@ -313,15 +323,19 @@ class Chain:
 
     def parameter_gradients(self) -> list[Tensor | None]:
         """Gradients of all sites' queries, norm weights and null sources, in order."""
-        assert not self._rows, f"sources whose gradients have not been formed: {sorted(self._rows)}"
+        if self._rows:
+            raise RuntimeError(
+                f"a routing chain's backward left out its sources {sorted(self._rows)}: the loss must depend on all of "
+                "the chain, up to its last source and read"
+            )
         b, grads = self._buffers, {}
         if b is not None and self._read_back:
             for site in list(self._noted):
                 self._couple(site)
             first = b.first_site
-            queries, norm_weights = b.stacked(self._sites)
+            queries, norm_weights = b.stacked(self.sites)
             u = b.partial.sum(0)[first - b.base :]
-            like = self._sites[first]
+            like = self.sites[first]
             grad_nulls: Tensor | None = None
             if like.null_source is not None:
                 grad_nulls, from_nulls = self._null_gradients(queries * norm_weights)
@@ -336,7 +350,7 @@ class Chain:
         self._buffers = self._site_block = None
         return [
             gradient
-            for site, parameters in self._sites.items()
+            for site, parameters in self.sites.items()
             for gradient, p in zip(grads.get(site, (None,) * 4), parameters, strict=True)
             if p is not None
         ]
@@ -347,8 +361,8 @@ class Chain:
         Args:
             scaled: query * norm_weight of the sites, in fp32.
         """
-        b, how, heads, sites = self._ready(), self._how, self.plan.num_heads, len(self._sites)
-        nulls = torch.stack([p.null_source for p in self._sites.values()])  # type: ignore[misc]
+        b, how, heads, sites = self._ready(), self._how, self.plan.num_heads, len(self.sites)
+        nulls = torch.stack([p.null_source for p in self.sites.values()])  # type: ignore[misc]
         parts = triton.cdiv(b.tokens, _NULL_TOKENS)
         mixed = torch.empty((sites, parts, b.width), dtype=torch.float32, device=nulls.device)
         grad_logit = torch.empty((sites, parts, heads), dtype=torch.float32, device=nulls.device)
@@ -365,7 +379,7 @@ class Chain:
 
     def _ready(self) -> _Buffers:
         if self._buffers is None:
-            raise RuntimeError("this routing chain has been through its backward, or has no source yet")
+            raise RuntimeError(_USED)
         return self._buffers
 
 
@@ -495,7 +509,8 @@ def start(plan: ReadPlan, sites: dict[int, SiteParameters]) -> Reader:
 
     Args:
         plan: which site reads what.
-        sites: parameters of the sites of this stage, by number; their values must be there when the first one reads.
+        sites: parameters of the sites of this stage, by number, with their values.
+            As with all that autograd saves, they must not be changed in place before the backward.
     """
     chain = Chain(plan, sites)
     given = [p for parameters in sites.values() for p in parameters if p is not None]
@@ -508,12 +523,14 @@ class _Parameters(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, chain: Chain, *parameters: Tensor) -> Tensor:
         ctx.chain = chain
+        ctx.save_for_backward(*parameters)  # for autograd to refuse those that have been changed in place
         ctx.set_materialize_grads(False)
         return parameters[0].new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors
         grads = ctx.chain.parameter_gradients()
         return (None, *(g if need else None for g, need in zip(grads, ctx.needs_input_grad[1:], strict=True)))
 
@@ -539,19 +556,20 @@ class _Read(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.chain, ctx.site, ctx.eps = chain, site, eps
         ctx.set_materialize_grads(False)
-        stream, weight = (None if x is None else x.detach() for x in (stream, norm))
+        stream, weight = (None if x is None else x.detach().contiguous() for x in (stream, norm))
         routed, out = chain.read(site, stream, weight, eps)
-        ctx.save_for_backward(routed, *(() if norm is None else (norm,)))
+        # The site's own for autograd to refuse what has been changed in place, before a source gets a gradient of it.
+        ctx.save_for_backward(routed, norm, *chain.sites[site])
         return out, ticket.new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        routed, *norm = ctx.saved_tensors
+        routed, norm, *_ = ctx.saved_tensors
         grad = torch.zeros_like(routed) if grad_out is None else grad_out
         grad_norm = None
-        if norm:
-            grad_norm = ctx.chain.take_back(ctx.site, routed, grad, norm[0], ctx.eps)
+        if norm is not None:
+            grad_norm = ctx.chain.take_back(ctx.site, routed, grad, norm, ctx.eps)
         else:
             ctx.chain.note(ctx.site, routed, grad)
         wanted = ctx.needs_input_grad

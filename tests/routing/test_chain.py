@@ -243,6 +243,33 @@ def test_every_subset_frozen(trainable):
             assert_close(other, one, EXACT)
 
 
+def spread(tensor):
+    """The same values, every second element of memory; what is between is NaN."""
+    return torch.stack([tensor, torch.full_like(tensor, float("nan"))], -1)[..., 0]
+
+
+@pytest.mark.parametrize("kind", ["query", "norm_weight", "null_source", "stream", "norm"])
+@pytest.mark.parametrize("lie", [spread, lambda tensor: tensor[:1].expand_as(tensor)], ids=["spread", "expanded"])
+def test_tensors_may_lie_in_memory_as_they_like(kind, lie):
+    """Each kind by itself, as a column of something wider and as one number, or row, for all. A gate is one number."""
+    (site,) = parameters(1, 16, True, 1.0, torch.float32, gate=kind == "stream")
+    behind = {"stream": random(3, 16, seed=8)} if kind == "stream" else {"norm": random(16, seed=9)}
+    given = {name: tensor for name, tensor in (site._asdict() | behind).items() if tensor is not None}
+    given[kind] = lie(given[kind])
+    found = []
+    for tensors in (given, {name: torch.empty(t.shape, device=DEVICE).copy_(t) for name, t in given.items()}):
+        leaves = {name: tensor.requires_grad_() for name, tensor in tensors.items()}
+        stream, norm = leaves.get("stream"), leaves.get("norm")
+        own = SiteParameters(*(leaves.get(name) for name in SiteParameters._fields))
+        reader = start(ReadPlan(((0, 1),), 2), {0: own})
+        for row in range(2):
+            reader.add(row, random(3, 16, seed=20 + row))
+        out = reader.read(0, stream, None if norm is None else SimpleNamespace(weight=norm, eps=1e-3))
+        found.append([out, *torch.autograd.grad(out.square().sum(), list(leaves.values()))])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_two_chains_in_flight_and_in_any_order():
     sites = [
         SiteParameters(*(None if p is None else p.requires_grad_() for p in s))
@@ -287,13 +314,45 @@ def test_repeats_bit_for_bit_on_poisoned_memory(monkeypatch, count, width, heads
         assert torch.isfinite(a).all() and torch.equal(a, b)
 
 
-def test_a_second_backward_is_refused():
-    sites = [SiteParameters(*(None if p is None else p.requires_grad_() for p in s))
+@pytest.mark.parametrize("fused", [False, True], ids=["torch", "triton"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
+@pytest.mark.parametrize("kind", ["query", "norm_weight", "null_source", "gate"])
+@pytest.mark.parametrize(("count", "changed"), [(2, 1), (18, 17)], ids=["site by site", "groups"])
+def test_parameters_changed_before_the_backward_are_refused(count, changed, kind, frozen, fused):
+    """As by any backend: their gradients, and those of sources, would be of other values."""
+    sites = [SiteParameters(*(p.requires_grad_(not frozen) for p in site))
+             for site in parameters(count, 32, True, 1.0, torch.float32, gate=True)]  # fmt: skip
+    given = {"made": chained(count), "plain": route_eager}
+    embedding = random(2, 32, seed=1).requires_grad_()
+    out, _ = model(full(count), sites, embedding, 2, fused, **given)
+    with torch.no_grad():
+        getattr(sites[changed], kind).mul_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
+def test_a_second_backward_is_refused(frozen, normed):
+    sites = [SiteParameters(*(None if p is None else p.requires_grad_(not frozen) for p in s))
              for s in parameters(2, 8, False, 1.0, torch.float32)]  # fmt: skip
-    out, _ = model(full(2), sites, random(3, 8, seed=1).requires_grad_(), 2, True, made=chained(2))
+    norms = [random(8, seed=60 + t) for t in range(2)] if normed else None
+    out, _ = model(full(2), sites, random(3, 8, seed=1).requires_grad_(), 2, True, made=chained(2), norms=norms)
     out.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="has been through its backward"):
         out.sum().backward()
+
+
+def test_a_loss_on_an_early_read_alone_is_refused():
+    sites = [SiteParameters(*(None if p is None else p.requires_grad_() for p in s))
+             for s in parameters(2, 8, False, 1.0, torch.float32)]  # fmt: skip
+    reader = start(ReadPlan(full(2), 2), dict(enumerate(sites)))
+    reader.add(0, random(3, 8, seed=1).requires_grad_())
+    early = reader.read(0)
+    reader.add(1, early)
+    reader.read(1)
+    with pytest.raises(RuntimeError, match=r"left out its sources \[1\]: the loss must depend on all of the chain"):
+        early.sum().backward()
 
 
 def test_one_call_takes_shared_sources_and_stacked_ones():
