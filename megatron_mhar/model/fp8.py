@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megatron_mhar.config.schema import Fp8Config, TrainingConfig
@@ -97,12 +98,18 @@ def check_scales(weights: Mapping[str, Any]) -> None:
         weights: a module's state dict.
 
     Raises:
-        ValueError: an entry holds anything but tensors, numbers, containers of them and a recipe; names the entry.
+        ValueError: an entry of scales is neither None nor a uint8 tensor, or holds anything but tensors, numbers,
+            containers of them and a recipe; names the entry.
     """
     from megatron.core.safe_globals import SafeUnpickler
 
     for name, value in weights.items():
-        if is_scales(name) and isinstance(value, Tensor) and value.numel():
+        if not is_scales(name) or value is None:
+            continue
+        if not isinstance(value, Tensor) or value.dtype != torch.uint8:
+            given = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"{name} is not FP8 scales: {given} given; allowed: a uint8 tensor, or None")
+        if value.numel():
             try:
                 SafeUnpickler(io.BytesIO(value.cpu().numpy().tobytes())).load()
             except Exception as error:  # there is no end to what a foreign file can raise

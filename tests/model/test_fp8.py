@@ -224,7 +224,12 @@ def test_scales_are_unpickled_where_they_are_scales(tmp_path, monkeypatch):
     scales = {"scale_fwd": torch.ones(3), "extra_fp8_variables": {"num_gemms": 1, "name": "fc1"}}
     empty = torch.empty(0, dtype=torch.uint8)
     weights = {"fc1._extra_state": as_engine_saves(scales), "fc2._extra_state": empty, "fc1.weight": torch.ones(2)}
+    weights["norm._extra_state"] = None
     check_scales(weights)
+    buffer = io.BytesIO(pickle.dumps(Command(tmp_path / "buffer")))  # Transformer Engine would load it as well
+    for value, kind in ((buffer, "BytesIO"), (b"", "bytes"), ({}, "dict"), (torch.ones(2), "torch.float32")):
+        with pytest.raises(ValueError, match=f"fc3._extra_state is not FP8 scales: {kind} given"):
+            check_scales(weights | {"fc3._extra_state": value})
     hidden = io.BytesIO()
     torch.save({"scale": Command(tmp_path / "saved")}, hidden)
 
