@@ -153,7 +153,6 @@ def read(
         tl.store(scaled_query + site * D + at2, q2.to(scaled_query.dtype.element_ty), mask=there2)
     size = tokens.to(tl.int64) * D
     base = token.to(tl.int64) * D
-    statistic = token * H + head
     row = tl.where(count < prefix, count, count + skip)
     if HAS_NEWEST:
         n1 = tl.load(newest + base + at1, mask=there1, other=0.0)
@@ -170,7 +169,7 @@ def read(
     top = _dot(mixed1, mixed2, q1, q2) * r
     total = tl.full([HP], 1.0, tl.float32)
     if KEEP:
-        tl.store(logits + _pair(site, row, num_rows, SPAN) * tokens * H + statistic, top, mask=head < H)
+        tl.store(logits + (_pair(site, row, num_rows, SPAN) * tokens + token) * H + head, top, mask=head < H)
     if HAS_NULL:
         x1, x2 = _load(null, at1, there1, at2, there2)
         logit = _dot(x1, x2, q1, q2) * _inverse_rms(x1, x2, eps, D)
@@ -178,14 +177,14 @@ def read(
     if HAS_OLDER:
         slot = site % GROUP
         x1, x2 = _load(older + slot * size + base, at1, there1, at2, there2)
-        logit = tl.load(older_lse + statistic * GROUP + slot, mask=head < H, other=0.0)
+        logit = tl.load(older_lse + slot + token.to(tl.int64) * (H * GROUP) + head * GROUP, mask=head < H, other=0.0)
         top, total, mixed1, mixed2 = _merge(top, total, mixed1, mixed2, logit, x1, x2)
     for i in tl.range(0, count, num_stages=STAGES):
         row = tl.where(i < prefix, i, i + skip)
         x1, x2 = _load(sources + row * size + base, at1, there1, at2, there2)
         logit = _dot(x1, x2, q1, q2) * tl.load(inverse_rms + row * tokens.to(tl.int64) + token)
         if KEEP:
-            tl.store(logits + _pair(site, row, num_rows, SPAN) * tokens * H + statistic, logit, mask=head < H)
+            tl.store(logits + (_pair(site, row, num_rows, SPAN) * tokens + token) * H + head, logit, mask=head < H)
         top, total, mixed1, mixed2 = _merge(top, total, mixed1, mixed2, logit, x1, x2)
     scale = (1 / total)[:, None]
     mixed1 *= scale
@@ -204,7 +203,7 @@ def read(
         g1, g2 = _load(norm, at1, there1, at2, there2)
         tl.store(given + base + at1, (x1 * r * g1).to(out.dtype.element_ty), mask=there1)
         tl.store(given + base + at2, (x2 * r * g2).to(out.dtype.element_ty), mask=there2)
-    tl.store(lse + site.to(tl.int64) * tokens * H + statistic, top + tl.log2(total), mask=head < H)
+    tl.store(lse + (site.to(tl.int64) * tokens + token) * H + head, top + tl.log2(total), mask=head < H)
 
 
 @triton.jit
@@ -241,7 +240,7 @@ def read_group(
         in2 = here & (second_part < K)[None, :]
         high2 = tl.load(high + at_query + second_part[None, :], mask=in2, other=0.0)
         low2 = tl.load(low + at_query + second_part[None, :], mask=in2, other=0.0)
-    there_lse = older_lse + (token * H + head) * GROUP + i
+    there_lse = older_lse + tl.program_id(0).to(tl.int64) * GROUP + i
     out = older + i.to(tl.int64)[:, None] * size + token.to(tl.int64) * D + head * K
     if GO_ON:
         top = tl.load(there_lse, mask=i < num_sites, other=0.0)
@@ -402,7 +401,13 @@ def pull(
     in1 = inside[:, None, None] & there1[None, :, :]
     in2 = inside[:, None, None] & there2[None, :, :]
     in_heads = inside[:, None] & (head < H)[None, :]
-    statistic = token[:, None] * H + head[None, :]
+    # Statistics of the program's tokens, from those of its first one on, to which pointers are moved: 32 bits do.
+    statistic = tl.arange(0, TOKENS)[:, None] * H + head[None, :]
+    before = (_program(row) * TOKENS).to(tl.int64) * H
+    lse += before
+    coupling += before
+    if KEPT:
+        logits += before
     heads = tokens.to(tl.int64) * H
     x1, x2 = _load(sources + row * size, base1, in1, base2, in2)
     r = tl.load(inverse_rms + row * tokens.to(tl.int64) + token, mask=inside, other=0.0)[:, None]
@@ -422,14 +427,14 @@ def pull(
         p1, p2 = _load(later + slot * size, base1, in1, base2, in2)
         total1 += p1
         total2 += p2
-        radial += tl.load(later_radial + statistic * GROUP + slot, mask=in_heads, other=0.0)
+        radial += tl.load(later_radial + before * GROUP + (statistic * GROUP + slot), mask=in_heads, other=0.0)
     if HAS_OUT:
         o1, o2 = _load(out, base1, in1, base2, in2)
         g1 = tl.load(grad_out + base1, mask=in1, other=0.0)
         g2 = tl.load(grad_out + base2, mask=in2, other=0.0)
         if HAS_GATE:
             part = tl.sum(o1 * g1.to(tl.float32), 2) + tl.sum(o2 * g2.to(tl.float32), 2)
-            tl.store(grad_gate + first * heads + statistic, part, mask=in_heads)
+            tl.store(grad_gate + (first * heads + before) + statistic, part, mask=in_heads)
             strength = tl.load(gate).to(tl.float32)
             g1 = (g1 * strength).to(g1.dtype)
             g2 = (g2 * strength).to(g2.dtype)
@@ -486,10 +491,11 @@ def pull_group(
         in2 = here & (second_part < K)[None, :]
         x2 = tl.load(sources + rows + second_part[None, :], mask=in2, other=0.0)
     r = tl.load(inverse_rms + (first_row + i) * tokens.to(tl.int64) + token, mask=i < num_rows, other=0.0)[:, None]
-    statistic = token * H + head
+    statistic = tl.program_id(0)  # token * H + head: what a launch can count, and so within 32 bits
+    there_radial = later_radial + statistic.to(tl.int64) * GROUP + i
     out = later + i.to(tl.int64)[:, None] * size + base
     if GO_ON:
-        radial = tl.load(later_radial + statistic * GROUP + i, mask=i < num_rows, other=0.0)
+        radial = tl.load(there_radial, mask=i < num_rows, other=0.0)
         total1 = tl.load(out + first_part[None, :], mask=in1, other=0.0).to(tl.float32)
         if K2 > 1:
             total2 = tl.load(out + second_part[None, :], mask=in2, other=0.0).to(tl.float32)
@@ -538,7 +544,7 @@ def pull_group(
     tl.store(out + first_part[None, :], total1.to(dtype), mask=in1)
     if K2 > 1:
         tl.store(out + second_part[None, :], total2.to(dtype), mask=in2)
-    tl.store(later_radial + statistic * GROUP + i, radial, mask=i < num_rows)
+    tl.store(there_radial, radial, mask=i < num_rows)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
