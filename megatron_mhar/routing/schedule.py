@@ -20,7 +20,10 @@ Options = dict[str, Any]
 
 @dataclass(frozen=True)
 class Schedule:
-    """Best of what was measured on an H200 at widths of 512 to 4,096; results are the same with any other.
+    """Best of what was measured on an H200 at widths of 512 to 4,096.
+
+    Results are as right with any other, but not the same bits: sums are taken in another order, and groups and halves
+    keep partial ones in the sources' type.
 
     Attributes:
         tile: what kernels of all heads are told of H and K, and the two tiles that cover a head's channels.
