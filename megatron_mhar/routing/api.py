@@ -12,22 +12,32 @@ from torch import Tensor
 from megatron_mhar.routing.eager import route_eager
 from megatron_mhar.routing.reference import route_reference
 
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of sources that the fused kernels take
 
-def resolve_backend(backend: str, device: torch.device | str) -> str:
-    """Name of the backend that ``backend`` means on ``device``: "auto" is the fused kernels on a GPU, else torch.
+
+def resolve_backend(backend: str, device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> str:
+    """Name of the backend that ``backend`` means for sources of ``dtype`` on ``device``.
+
+    "auto" is the fused kernels on a GPU, for dtypes that they take, else torch.
 
     Raises:
-        ValueError: unknown backend, or one that does not run on ``device``.
+        ValueError: unknown backend, or one that does not run on ``device`` or take ``dtype``.
     """
     fused = torch.device(device).type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
     if backend == "auto":
-        return "triton" if torch.device(device).type == "cuda" and find_spec("triton") else "torch"
+        on_gpu = torch.device(device).type == "cuda" and find_spec("triton")
+        return "triton" if on_gpu and dtype in KERNEL_DTYPES else "torch"
     if backend not in BACKENDS:
         raise ValueError(f"routing backend {backend!r} given; allowed: auto, {', '.join(BACKENDS)}")
     if backend == "triton" and not (fused and find_spec("triton")):
         raise ValueError(
             f"routing backend 'triton' given, but it needs Triton and a GPU, and the sources are on {device}; allowed "
             "here: auto, reference, torch (TRITON_INTERPRET=1 runs the kernels in Triton's interpreter, for tests)"
+        )
+    if backend == "triton" and dtype not in KERNEL_DTYPES:
+        raise ValueError(
+            f"routing backend 'triton' takes sources in fp32, bf16 or fp16: {dtype} given; allowed for it: auto, "
+            "reference, torch"
         )
     return backend
 
@@ -72,10 +82,12 @@ def route(
         `[..., d]` in the sources' dtype. Statistics, softmax and sums are fp32 (float64 for float64 sources).
 
     Raises:
-        ValueError: shapes, dtypes or H do not fit, or the backend is unknown.
+        ValueError: shapes, dtypes or H do not fit, or the backend is unknown, or does not run on the sources' device or
+            take their dtype ("triton" and float64).
     """
     _check(sources, query, norm_weight, num_heads)
-    return BACKENDS[resolve_backend(backend, query.device)](sources, query, norm_weight, num_heads, eps)
+    dtype = next((source.dtype for source in sources if source.dim() > 1), sources[0].dtype)
+    return BACKENDS[resolve_backend(backend, query.device, dtype)](sources, query, norm_weight, num_heads, eps)
 
 
 def _check(sources: Sequence[Tensor] | Tensor, query: Tensor, norm_weight: Tensor, num_heads: int) -> None:

@@ -28,6 +28,8 @@ dl r of all pairs goes to tiles `[H, blocks of sites, T, GROUP rows, GROUP sites
 # Triton compiles these functions and takes their types from what they are called with.
 from __future__ import annotations
 
+import os
+
 import triton
 import triton.language as tl
 
@@ -38,6 +40,7 @@ NUMBERS = (
     "tokens", "row", "site", "prefix", "skip", "count", "first", "last", "start", "stop", "num_sites", "num_rows",
     "first_row", "first_site", "first_block", "num_blocks", "tokens_a_part",
 )  # fmt: skip
+INTERPRETED: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 GROUP: tl.constexpr = tl.constexpr(16)  # sites or rows in a block: rows of a tensor core's tile
 
 
@@ -207,9 +210,18 @@ def read(
 
 
 @triton.jit
+def _product(x, y, total):
+    """`x y`, and ``total``, on tensor cores; exact also where x and y are fp32."""
+    if INTERPRETED:  # Triton's interpreter takes the bits of bf16 for integers
+        x = x.to(tl.float32)
+        y = y.to(tl.float32)
+    return tl.dot(x, y, total, input_precision="ieee")
+
+
+@triton.jit
 def _add_product(total, x, y):
-    """``total`` and `x y^T` on tensor cores; exact also where x and y are fp32."""
-    return tl.dot(x, tl.trans(y), total, input_precision="ieee")
+    """``total`` and `x y^T`."""
+    return _product(x, tl.trans(y), total)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -271,9 +283,9 @@ def read_group(
         new = tl.exp2(logit - higher[:, None])
         total = total * old + tl.sum(new, 1)
         weight = new.to(sources.dtype.element_ty)
-        mixed1 = tl.dot(weight, x1, mixed1 * old[:, None], input_precision="ieee")
+        mixed1 = _product(weight, x1, mixed1 * old[:, None])
         if K2 > 1:
-            mixed2 = tl.dot(weight, x2, mixed2 * old[:, None], input_precision="ieee")
+            mixed2 = _product(weight, x2, mixed2 * old[:, None])
         top = higher
     scale = (1 / total)[:, None]
     out_type = older.dtype.element_ty
@@ -536,11 +548,11 @@ def pull_group(
         tl.store(place, dl.to(tiles.dtype.element_ty), mask=here)
         weight = weight.to(dtype)
         dl = (dl * LN_2).to(dtype)
-        total1 = tl.dot(weight, g1, total1, input_precision="ieee")
-        total1 = tl.dot(dl, q1, total1, input_precision="ieee")
+        total1 = _product(weight, g1, total1)
+        total1 = _product(dl, q1, total1)
         if K2 > 1:
-            total2 = tl.dot(weight, g2, total2, input_precision="ieee")
-            total2 = tl.dot(dl, q2, total2, input_precision="ieee")
+            total2 = _product(weight, g2, total2)
+            total2 = _product(dl, q2, total2)
     tl.store(out + first_part[None, :], total1.to(dtype), mask=in1)
     if K2 > 1:
         tl.store(out + second_part[None, :], total2.to(dtype), mask=in2)
@@ -586,7 +598,7 @@ def query(
         dl = tl.where(reads, dl, 0.0)
         there_x = inside & (stop > first)[:, None] & (channel < K)[None, :]
         x = tl.load(base + token.to(tl.int64)[:, None] * (H * K), mask=there_x, other=0.0)
-        u = tl.dot(tl.trans(dl), x, u, input_precision="ieee")
+        u = _product(tl.trans(dl), x, u)
     tl.store(place, u, mask=there)
 
 
