@@ -178,12 +178,12 @@ def test_rows_of_blocks(gate):
 
 @pytest.mark.parametrize("scale", [0.0, 30.0])
 @pytest.mark.parametrize(
-    ("count", "width", "heads"),
-    [(4, 32, 4), (18, 64, 2), (18, 320, 2)],
-    ids=["site by site", "groups", "halves of groups"],
+    ("count", "width", "heads", "delta"),
+    [(4, 32, 4, False), (18, 64, 2, False), (18, 320, 2, False), (4, 32, 4, True), (17, 160, 2, True)],
+    ids=["site by site", "groups", "halves of groups", "delta", "delta in groups and halves"],
 )
-def test_large_and_zero_queries(count, width, heads, scale):
-    sites, embedding = parameters(count, width, False, scale, torch.float32), random(2, width, seed=1)
+def test_large_and_zero_queries(count, width, heads, delta, scale):
+    sites, embedding = parameters(count, width, delta, scale, torch.float32, gate=delta), random(2, width, seed=1)
     one, other = (gradients(full(count), sites, embedding, heads, fused, made=chained(count)) for fused in (0, 1))
     for found, expected in zip(*([*r[:2], torch.cat(r[2])] for r in (other, one)), strict=True):
         assert torch.isfinite(found).all()
@@ -305,12 +305,18 @@ def test_two_chains_in_flight_and_in_any_order():
 
 
 @pytest.mark.parametrize(
-    ("count", "width", "heads", "null"),
-    [(5, 40, 5, True), (35, 64, 2, False), (19, 320, 2, False)],
-    ids=["site by site", "groups", "halves of groups"],
+    ("count", "width", "heads", "delta", "cut"),
+    [
+        (5, 40, 5, False, None),
+        (35, 64, 2, False, None),
+        (19, 320, 2, False, None),
+        (5, 40, 5, True, 2),
+        (17, 160, 2, True, 5),
+    ],
+    ids=["site by site", "groups", "halves of groups", "delta", "delta in groups and halves"],
 )
-def test_repeats_bit_for_bit_on_poisoned_memory(monkeypatch, count, width, heads, null):
-    """Fresh memory is full of NaN: nothing is read that has not been written."""
+def test_repeats_bit_for_bit_on_poisoned_memory(monkeypatch, count, width, heads, delta, cut):
+    """Fresh memory is full of NaN: nothing is read that has not been written. With gates, or norms behind the reads."""
     empty, empty_like, new_empty = torch.empty, torch.empty_like, torch.Tensor.new_empty
 
     def poisoned(tensor):
@@ -320,9 +326,10 @@ def test_repeats_bit_for_bit_on_poisoned_memory(monkeypatch, count, width, heads
     monkeypatch.setattr(torch, "empty_like", lambda *a, **k: poisoned(empty_like(*a, **k)))
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **k: poisoned(new_empty(*a, **k)))
     dtype = torch.bfloat16
-    sites, embedding = parameters(count, width, null, 1.0, dtype), random(3, width, seed=1, dtype=dtype)
-    norms = [None if t % 5 == 1 else random(width, seed=700 + t, dtype=dtype) for t in range(count)]
-    given = {"made": chained(count), "extra": (2,), "norms": norms}
+    sites = parameters(count, width, delta, 1.0, dtype, gate=delta)
+    embedding = random(3, width, seed=1, dtype=dtype)
+    norms = [None if delta or t % 5 == 1 else random(width, seed=700 + t, dtype=dtype) for t in range(count)]
+    given = {"made": chained(count), "extra": (2,), "norms": norms, "cut": cut}
     first, second = (gradients(full(count), sites, embedding, heads, True, **given) for _ in range(2))
     for a, b in zip([*first[:2], *first[2], *first[3]], [*second[:2], *second[2], *second[3]], strict=True):
         assert torch.isfinite(a).all() and torch.equal(a, b)
