@@ -28,7 +28,7 @@ from megatron_mhar.routing.schedule import GROUP, HALF, schedule
 
 LOG2_E = 1.4426950408889634
 _PARTS = 32  # of the tokens, in sums over them: enough programs to fill a GPU, few enough that partial sums cost little
-_LOGITS_SHARE = 8  # logits that are kept need at most this part of a site's output
+_LOGITS_SHARE = 8  # where the logits of all pairs are kept, they need at most this part of the sites' outputs
 _NORM_PARTS = 1024  # of the tokens, in the gradient of a norm's weight
 _NULL_TOKENS = 32  # a program of the null sources' kernel, which goes through them one by one
 _USED = "this routing chain has been through its backward, which it serves once, or has no source yet"
@@ -444,7 +444,8 @@ class _Buffers:
         fp32 = partial(self._empty, dtype=torch.float32)
         self.inverse_rms = fp32(num_rows, self.tokens)
         self.lse = fp32(self.num_sites, self.tokens, heads)
-        # Logits of all pairs, or of those within spans, are kept for the backward where they are few.
+        # Logits are kept for the backward: with groups those within spans, (span + 1) / 2 numbers a site, head and
+        # token; without, those of all pairs where they are few.
         self.span = span
         pairs = triton.cdiv(self.num_sites, span) * (span * (span + 1) // 2) if span else self.num_sites * num_rows
         few = span or pairs * heads * 4 * _LOGITS_SHARE <= self.num_sites * self.width * like.element_size()
