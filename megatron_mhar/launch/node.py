@@ -363,7 +363,8 @@ def main(arguments: Sequence[str]) -> int:
         place = find_place(os.environ)
         if level != "off" and place.node == 0 and command[0] == "train":
             check_room(run_dir)
-        data = (*config.data.train, *config.data.valid) if command[0] == "train" else config.data.valid
+        # An evaluation's command line may name other data.
+        data = (*config.data.train, *config.data.valid) if command[0] == "train" else ()
         files = [Path(f"{prefix}{ending}") for prefix in data for ending in (".idx", ".bin")]
         place, meeting = check_nodes(place, logs=logs, level=level, files=files)
         if logs is None:
