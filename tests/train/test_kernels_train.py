@@ -104,12 +104,8 @@ def test_fp8_follows_bf16(request, walks, tmp_path, groups, scaling):
     def mean(run, start):
         return statistics.fmean(run[start : start + 20])
 
-    # While the loss falls by some percent a step, a run that follows may be a step ahead or behind.
     off = {start: mean(found, start) / mean(bf16, start) - 1 for start in range(20, STEPS, 20)}
     told = ", ".join(f"{share:+.2%} from step {start} on" for start, share in off.items())
     print(f"{scaling}: {told}")
-    for start in off:
-        near = [mean(bf16, start + shift) for shift in (-1, 0, 1)]
-        share = 1e-2 if start < STEPS // 2 else 2e-3
-        well = min(near) * (1 - share) <= mean(found, start) <= max(near) * (1 + share)
-        assert well, f"means over 20 steps are off by {told}"
+    for start, share in off.items():  # the loss hardly falls in the second half: there is less to be off by
+        assert abs(share) <= (1e-2 if start < STEPS // 2 else 2e-3), f"means over 20 steps are off by {told}"
