@@ -196,6 +196,8 @@ def _check_run_folder(job: JobFile, where: str, config: RunConfig, found: Findin
 
 
 def _check_data(job: JobFile, where: str, training: TrainCommand, config: RunConfig, found: Findings) -> None:
+    from megatron_mhar.quiet import quiet_imports
+
     there: dict[str, tuple[str, ...]] = {}
     for key, prefixes in (("train", config.data.train), ("valid", config.data.valid)):
         files = [training.outside(job.root / prefix) for prefix in prefixes]
@@ -207,8 +209,6 @@ def _check_data(job: JobFile, where: str, training: TrainCommand, config: RunCon
             return
         there[key] = tuple(map(str, files))
     config = config.model_copy(update={"data": config.data.model_copy(update=there)})
-    from megatron_mhar.quiet import quiet_imports
-
     with quiet_imports():
         from megatron_mhar.data.dataset import check_data
 

@@ -199,15 +199,19 @@ def check_room(run_dir: Path) -> None:
     if not steps:
         return
     newest = checkpoint_path(folder, steps[-1])
-    need = sum(file.stat().st_size for file in newest.iterdir() if file.is_file())
+    need = _size(newest)
     # What a save that was ended has left goes when the run begins.
-    left = (file for partial in folder.glob(f"*{PARTIAL}") for file in partial.rglob("*") if file.is_file())
-    free = shutil.disk_usage(folder).free + sum(file.stat().st_size for file in left)
+    free = shutil.disk_usage(folder).free + sum(map(_size, folder.glob(f"step_*{PARTIAL}")))
     if free < need:
         raise UserError(
             f"{folder}: {free / 1e6:,.1f} MB are free there, but the next checkpoint needs {need / 1e6:,.1f} MB, as "
             f"{newest.name} does. Once this is mended, the same command goes on from step {steps[-1]}"
         )
+
+
+def _size(folder: Path) -> int:
+    """Bytes of the files in a checkpoint's folder."""
+    return sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
 
 
 # --- what node 0 makes of it

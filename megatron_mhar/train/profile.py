@@ -45,15 +45,13 @@ def _name_backward(name: str, output: Any, hidden: Tensor | None) -> None:
     node = (output[0] if isinstance(output, tuple) else output).grad_fn
     if node is None:
         return
-    open_ranges: list[ExitStack] = []
+    opened = ExitStack()
 
     def begin(*_: Any) -> None:
-        open_ranges.append(ExitStack())
-        open_ranges[-1].enter_context(named_range(name))
+        opened.enter_context(named_range(name))
 
     def end(*_: Any) -> None:
-        if open_ranges:
-            open_ranges.pop().close()
+        opened.close()
 
     node.register_prehook(begin)
     if hidden is not None and hidden.requires_grad:
