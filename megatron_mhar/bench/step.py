@@ -254,7 +254,7 @@ def _failure(turns: _Turns) -> Iterator[None]:
 def routing_case(config: RunConfig) -> Case | None:
     """The reads of one micro-batch as a rank has them, of the whole model's sites; None without sites."""
     table = DepthTable(config.residual, len(config.model.layer_pattern))
-    if not table.num_sites or table.released:
+    if not table.num_sites:
         return None
     parallel, training = config.parallel, config.training
     pieces = parallel.context * (parallel.tensor if parallel.sequence else 1)
