@@ -302,8 +302,10 @@ class Fp8Config(Section):
         description="where scales come from: the tensor at hand, the largest values before (delayed; three passes over "
         "the first batch find the first ones), or blocks of it (mxfp8 from Blackwell on, blockwise from Hopper on)",
     )
-    format: Literal["hybrid", "e4m3"] = Field(
-        "hybrid", description="e4m3 throughout, or e5m2 (hybrid) for gradients of activations"
+    format: Literal["hybrid", "e4m3"] | None = Field(
+        None,
+        description="e4m3 throughout, or e5m2 (hybrid) for gradients of activations; where not given as Transformer "
+        "Engine's recipes have it: hybrid with tensorwise and delayed, e4m3 with scales of blocks",
     )
     amax_history: PositiveInt = Field(1024, description="delayed only: forwards whose largest value makes the scale")
     bf16_sublayers: NonNegativeInt = Field(
@@ -319,6 +321,11 @@ class Fp8Config(Section):
         if self.recipe != "delayed" and self.amax_history != type(self).model_fields["amax_history"].default:
             raise problem("amax_history", f"{self.amax_history} given, but it exists for recipe: delayed")
         return self
+
+    @property
+    def resolved_format(self) -> Literal["hybrid", "e4m3"]:
+        """The format of this run."""
+        return self.format or ("hybrid" if self.recipe in ("tensorwise", "delayed") else "e4m3")
 
     @property
     def multiple(self) -> int:

@@ -115,6 +115,8 @@ def test_megatrons_settings(tmp_path):
     assert made.bf16 and made.params_dtype == torch.bfloat16 and not made.first_last_layers_bf16
     made = transformer_config(run_config(tmp_path, {"fp8": {"format": "e4m3", "bf16_sublayers": 2}}))
     assert (made.fp8, made.fp8_recipe, made.first_last_layers_bf16) == ("e4m3", "tensorwise", True)
+    for recipe, format in (("tensorwise", "hybrid"), ("blockwise", "e4m3"), ("mxfp8", "e4m3")):
+        assert transformer_config(run_config(tmp_path, {"fp8": {"recipe": recipe}})).fp8 == format
     assert made.num_layers_at_start_in_bf16 == made.num_layers_at_end_in_bf16 == 2
     assert transformer_config(tiny_run("unused", tmp_path)).fp8 is None
 
