@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    import numpy as np
 
 if not Path("/dev/nvidiactl").exists():
     # Without a GPU, kernels run in Triton's interpreter. It is read when they are defined.
@@ -67,21 +72,49 @@ def tiny_run(corpus: Path | str, output_dir: Path, **sections):
 def write_corpus(folder: Path, *, vocab_size: int = 128, documents: tuple[tuple[str, int], ...]) -> None:
     """Token files of so many documents each: a learnable random walk over the vocabulary but id 0, which joins them."""
     import numpy as np
+
+    random = np.random.default_rng(0)
+    stride = vocab_size // 128  # a short walk comes to all parts of a large vocabulary
+    for name, count in documents:
+        lengths = (int(random.integers(40, 200)) for _ in range(count))
+        walks = (np.cumsum(random.integers(0, 3, length)) * stride % (vocab_size - 1) + 1 for length in lengths)
+        _write_documents(folder, name, walks, vocab_size)
+
+
+def write_texts(folder: Path, *, vocab_size: int, documents: tuple[tuple[str, int], ...], length: int) -> None:
+    """Like :func:`write_corpus`, with frequencies as in a language: a few tokens make up most of it (Zipf's law).
+
+    Seven times in ten a token is one of four that may follow the one before, so that there is more to learn for long.
+    """
+    import numpy as np
+
+    random = np.random.default_rng(0)
+    share = np.cumsum(1 / (np.arange(1, vocab_size) + 2.7))  # Mandelbrot's form of the law
+
+    def draw(*shape: int) -> np.ndarray:
+        return np.searchsorted(share, random.random(shape) * share[-1]) + 1
+
+    successors = draw(vocab_size, 4)
+    for name, count in documents:
+        texts = [draw(count)]
+        while len(texts) < length:
+            follows = successors[texts[-1], random.integers(0, 4, count)]
+            texts.append(np.where(random.random(count) < 0.7, follows, draw(count)))
+        _write_documents(folder, name, np.stack(texts, 1), vocab_size)
+
+
+def _write_documents(folder: Path, name: str, documents: Iterable[np.ndarray], vocab_size: int) -> None:
     import torch
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-    random = np.random.default_rng(0)
-    stride = vocab_size // 128  # a short walk comes to all parts of a large vocabulary
-    for name, count in documents:
-        builder = IndexedDatasetBuilder(str(folder / f"{name}.bin"), dtype=DType.optimal_dtype(vocab_size))
-        for _ in range(count):
-            walk = np.cumsum(random.integers(0, 3, int(random.integers(40, 200)))) * stride % (vocab_size - 1) + 1
-            builder.add_item(torch.tensor([*walk, 0]))
-            builder.end_document()
-        builder.finalize(str(folder / f"{name}.idx"))
+    builder = IndexedDatasetBuilder(str(folder / f"{name}.bin"), dtype=DType.optimal_dtype(vocab_size))
+    for document in documents:
+        builder.add_item(torch.tensor([*document, 0]))
+        builder.end_document()
+    builder.finalize(str(folder / f"{name}.idx"))
 
 
 @pytest.fixture(scope="session")
