@@ -156,10 +156,12 @@ class PaperReads:
 
     def fresh(self, site: int) -> int:
         """Of the rows that a site reads, how many have been given a gradient when its backward runs."""
-        rows = self.plan.rows[site]
-        touched = [self.plan.readers[row][-1] > site for row in rows]
-        assert touched == sorted(touched, reverse=True), f"rows of site {site}: {rows}"
-        return sum(touched)
+        return self.plan.reads[site].shared if site + 1 < len(self.plan.rows) else 0
+
+    def rows(self, site: int) -> tuple[int, int, int]:
+        """Rows of a site, as kernels are told them: so many from 0 on, how much further the others are, and of all."""
+        count, own = self.plan.reads[site]
+        return (count, 0, count) if own is None else (count, own - count, count + 1)
 
 
 class _Add(torch.autograd.Function):
@@ -188,14 +190,13 @@ class _Read(torch.autograd.Function):
         *sources: Tensor,
     ) -> Tensor:
         tokens, width, heads = reads.tokens, reads.width, reads.plan.num_heads
-        rows = reads.plan.reads[site]
+        rows = reads.rows(site)
         out = torch.empty((tokens, width), dtype=reads.sources.dtype, device=reads.sources.device)
         has_null = int(null is not None)  # one source more
-        logits = torch.empty((rows.total + has_null, tokens, heads), dtype=torch.float32, device=out.device)
+        logits = torch.empty((rows[-1] + has_null, tokens, heads), dtype=torch.float32, device=out.device)
         lse = torch.empty((tokens, heads), dtype=torch.float32, device=out.device)
         read[(tokens,)](
-            reads.sources, query, norm_weight, null, out, logits, lse, tokens,
-            rows.prefix, rows.start - rows.prefix, rows.total, reads.plan.eps,
+            reads.sources, query, norm_weight, null, out, logits, lse, tokens, *rows, reads.plan.eps,
             HAS_NULL=has_null, **reads.tile, num_warps=reads.num_warps,
         )  # fmt: skip
         reads.saved[site] = logits, lse
@@ -210,14 +211,13 @@ class _Read(torch.autograd.Function):
         query, norm_weight, null = ctx.saved_tensors
         if reads.grad_sources is None:
             reads.grad_sources = torch.empty_like(reads.sources, dtype=torch.float32)
-        rows = reads.plan.reads[site]
         logits, lse = reads.saved.pop(site)
         partial_u = torch.empty((reads.tokens, reads.width), dtype=torch.float32, device=grad_out.device)
         partial_null = torch.empty_like(partial_u) if null is not None else None
         read_backward[(reads.tokens,)](
             reads.sources, query, norm_weight, null, grad_out.contiguous(), logits, lse, reads.grad_sources, partial_u,
-            partial_null, reads.tokens, rows.prefix, rows.start - rows.prefix, rows.total, reads.fresh(site),
-            reads.plan.eps, HAS_NULL=int(null is not None), **reads.tile, num_warps=reads.num_warps,
+            partial_null, reads.tokens, *reads.rows(site), reads.fresh(site), reads.plan.eps,
+            HAS_NULL=int(null is not None), **reads.tile, num_warps=reads.num_warps,
         )  # fmt: skip
         u = partial_u.sum(0)
         grad_query, grad_norm = (u * norm_weight.float()).to(query.dtype), (u * query.float()).to(norm_weight.dtype)

@@ -226,7 +226,10 @@ class _Chain:
         return self._reader.add(row, source)
 
     def read(self, site: int, sources: Sequence[Tensor], stream: Tensor | None) -> Tensor:
-        return self._reader.read(site, stream, self._inputs.norms[site])
+        if not sources:  # the released form's first site reads its null source alone
+            return plain(self._inputs).read(site, sources, stream)
+        own = None if self._inputs.case.plan.reads[site].own is None else sources[-1]
+        return self._reader.read(site, stream, self._inputs.norms[site], own)
 
 
 def fused(inputs: Inputs) -> Reader:

@@ -71,7 +71,8 @@ class RoutingSite(Site):
             history.observer(site, sources, self.query, self.norm_weight)
         shared = self.null_source is not None
         if history.fused is not None and len(sources) > shared:  # the released form's first site reads null alone
-            return history.fused.read(site, None if self.gate is None else history.stream, norm)
+            own = None if history.table.read_plan.reads[site].own is None else sources[-1]
+            return history.fused.read(site, None if self.gate is None else history.stream, norm, own)
         routed = route(
             sources,
             self.query,

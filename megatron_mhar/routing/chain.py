@@ -29,7 +29,7 @@ from megatron_mhar.routing.schedule import GROUP, HALF, schedule
 LOG2_E = 1.4426950408889634
 _PARTS = 32  # of the tokens, in sums over them: enough programs to fill a GPU, few enough that partial sums cost little
 _LOGITS_SHARE = 8  # where the logits of all pairs are kept, they need at most this part of the sites' outputs
-_NORM_PARTS = 1024  # of the tokens, in the gradient of a norm's weight
+_MANY_PARTS = 1024  # of the tokens, in sums that are taken on the way: where a program goes through its part's tokens
 _NULL_TOKENS = 32  # a program of the null sources' kernel, which goes through them one by one
 _USED = "this routing chain has been through its backward, which it serves once, or has no source yet"
 
@@ -82,25 +82,27 @@ class Reader:
         """Take a source `[..., d]` into ``row``; what is returned is used in place of it from here on.
 
         Its values are there once a site has read it: whoever looks at them before calls :meth:`settle`. A source that
-        no site of the chain reads is none of its business.
+        no site of the chain reads, or a single one for itself, is none of its business.
         """
-        local = self._chain.row.get(row)
-        if local is None:
+        if row >= self._chain.num_rows:
             return source
         added: Tensor
-        added, self.ticket = _Add.apply(self._chain, local, source, self.ticket)
+        added, self.ticket = _Add.apply(self._chain, row, source, self.ticket)
         return added
 
-    def read(self, site: int, stream: Tensor | None = None, norm: Norm | None = None) -> Tensor:
-        """Routed sources of ``site``, of their shape; the sources that the plan names have been added.
+    def read(
+        self, site: int, stream: Tensor | None = None, norm: Norm | None = None, own: Tensor | None = None
+    ) -> Tensor:
+        """Routed sources of ``site``, of their shape; those that it shares with others have been added.
 
         Args:
             stream: given where the site has a gate: what comes back is then stream + gate * routed sources.
             norm: what comes back has gone through it. Not for sites with a gate.
+            own: the source that this site alone reads, where the plan names one.
         """
         out: Tensor
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        out, self.ticket = _Read.apply(self._chain, site, self.ticket, stream, weight, eps)
+        out, self.ticket = _Read.apply(self._chain, site, self.ticket, stream, weight, own, eps)
         return out
 
     def settle(self) -> None:
@@ -113,7 +115,7 @@ class Chain:
 
     Attributes:
         sites: parameters of the sites, detached.
-        row: place of each of the plan's rows that is read here.
+        num_rows: of the plan's first rows, so many are read here.
     """
 
     def __init__(self, plan: ReadPlan, sites: dict[int, SiteParameters]) -> None:
@@ -122,11 +124,9 @@ class Chain:
         key = next(iter(sites.values())).query.numel() // plan.num_heads
         self._how = schedule(plan.num_heads, key)
         self._grouped = plan.grows_by_one and self._how.groups
-        # Rows that are read here, close together, and the sites that read each. Where rows are read in groups there are
-        # no others before them, and they keep their numbers.
-        rows = sorted({row for site in sites for row in plan.rows[site]})
-        self.row = {row: i for i, row in enumerate(rows)}
-        self._readers = [[site for site in plan.readers[row] if site in sites] for row in rows]
+        self.num_rows = max(plan.reads[site].shared for site in sites)
+        first, stop = min(sites), max(sites) + 1
+        self._readers = [range(max(first, reader), stop) for reader in plan.first_readers[: self.num_rows]]
         self._buffers: _Buffers | None = None
         self._rows: set[int] = set()  # sources that have been added and not yet pulled
         self._waiting: dict[int, Tensor] = {}  # those that the site which reads them first will take in
@@ -143,11 +143,12 @@ class Chain:
     def add(self, row: int, source: Tensor) -> Tensor:
         if self._buffers is None:
             self._buffers = _Buffers(
-                self.plan, len(self.row), list(self.sites), source, self._how.span if self._grouped else 0
+                self.plan, self.num_rows, list(self.sites), source, self._how.span if self._grouped else 0
             )
         if row not in self._rows:  # else it is run again in the backward, and there already
             self._rows.add(row)
-            if self.row[self.plan.rows[self._readers[row][0]][-1]] == row:
+            count, own = self.plan.reads[self._readers[row][0]]
+            if row == count - 1 and own is None:
                 self._waiting[row] = source.contiguous()
             else:
                 self._take(row, source.contiguous())
@@ -159,27 +160,28 @@ class Chain:
             source, b.sources, b.inverse_rms, b.tokens, row, self.plan.eps, **how.tile, num_warps=how.num_warps
         )
 
-    def read(self, site: int, stream: Tensor | None, norm: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    def read(
+        self, site: int, stream: Tensor | None, norm: Tensor | None, own: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
         """Routed sources, and what goes on to the sublayer: the same without a gate and a norm."""
         b, how = self._ready(), self._how
         query, norm_weight, null, gate = self.sites[site]
         assert (stream is None) == (gate is None), f"site {site}: a gate goes with a stream"
         assert gate is None or norm is None, f"site {site}: what comes through a gate is not normed"
-        (prefix, start, total), last = self.plan.reads[site], self.row[self.plan.rows[site][-1]]
-        start = self.row.get(start, start)
+        count, own_row = self.plan.reads[site]
+        assert (own is None) == (own_row is None), f"site {site}: its own source is row {own_row}"
         out = b.sources.new_empty(b.shape)
         given = out if stream is None and norm is None else torch.empty_like(out)
-        newest = self._waiting.pop(last, None)
+        newest = self._waiting.pop(count - 1, None) if own is None else own
         older = site // how.span * how.span if self._grouped else 0  # rows that are read together with other sites
         mixed, lse = self._read_group(site) if older else (None, None)
         kernels.read[(b.tokens,)](
             b.sources, b.inverse_rms, newest, query, norm_weight, null, gate,
             stream, norm, mixed, lse, out, given, b.scaled_queries, b.lse, b.logits, b.tokens, site - b.base,
-            len(self.row), 0 if older else prefix, older if older else start - prefix, total - older - 1,
-            self.plan.eps, eps,
-            HAS_NEWEST=newest is not None, HAS_NULL=null is not None, HAS_GATE=gate is not None,
-            HAS_NORM=norm is not None, HAS_OLDER=older > 0, KEEP=b.logits is not None, SPAN=b.span, **how.tile,
-            **how.read,
+            self.num_rows, older, count if own is not None else count - 1, self.plan.eps, eps,
+            HAS_NEWEST=newest is not None, HAS_OWN=own is not None, HAS_NULL=null is not None,
+            HAS_GATE=gate is not None, HAS_NORM=norm is not None, HAS_OLDER=older > 0, KEEP=b.logits is not None,
+            SPAN=b.span, **how.tile, **how.read,
         )  # fmt: skip
         return out, given
 
@@ -223,14 +225,27 @@ class Chain:
     def take_back(self, site: int, out: Tensor, grad: Tensor, norm: Tensor, eps: float) -> Tensor:
         """Take in what came back to a norm behind a site; the gradient of its weight."""
         b, how = self._begin_back(site), self._how
-        tokens = max(4, triton.cdiv(b.tokens, _NORM_PARTS))  # fewer, and the parts would be as large as the gradient
-        parts = triton.cdiv(b.tokens, tokens)
-        partial = torch.empty((parts, b.width), dtype=torch.float32, device=grad.device)
+        parts, tokens, partial = b.many_parts()
         kernels.couple_normed[(parts,)](
             out, grad.contiguous(), norm.contiguous(), b.grad_outs, b.coupling, partial, b.tokens, site - b.base,
             tokens, eps, **how.tile, num_warps=how.num_warps,
         )  # fmt: skip
         return partial.sum(0).to(norm.dtype)
+
+    def pull_own(self, site: int, source: Tensor) -> Tensor:
+        """Gradient of a source that ``site`` alone reads, from its output gradient, which has come."""
+        b, how = self._ready(), self._how
+        if site in self._noted:
+            self._couple(site)
+        query, norm_weight, *_ = self.sites[site]
+        parts, tokens, partial = b.many_parts()
+        grad_source = torch.empty_like(source)
+        kernels.own[(parts,)](
+            source, query, norm_weight, b.grad_outs, b.lse, b.coupling, grad_source, partial, b.tokens, site - b.base,
+            tokens, self.plan.eps, **how.tile, num_warps=how.num_warps,
+        )  # fmt: skip
+        b.partial[0, site - b.base] += partial.sum(0)
+        return grad_source
 
     def _couple(self, site: int) -> None:
         """Take in the output gradient of a site."""
@@ -261,22 +276,22 @@ class Chain:
             rows = self._readers[row // GROUP * GROUP : (row // GROUP + 1) * GROUP]
             block = self._row_blocks[row // GROUP] = _RowBlock(b, rows)
         stop = min(last, (row // how.span + 1) * how.span) if self._grouped else last
-        own = first < stop and first in self._noted  # most often the first site's gradient has just come
+        just_come = first < stop and first in self._noted  # most often the first site's gradient has
         for site in sites:
-            if site in self._noted and not (own and site == first):
+            if site in self._noted and not (just_come and site == first):
                 self._couple(site)
         if stop < last:
             self._pull_group(block, row, first, last)
-        out, grad_out = self._noted.pop(first) if own else (None, None)
+        out, grad_out = self._noted.pop(first) if just_come else (None, None)
         gate = self.sites[first].gate
         later, radial = block.later if stop < last and block.later else (None, None)
         grad_source = torch.empty_like(b.sources[row])
         kernels.pull[(triton.cdiv(b.tokens, how.pull_tokens),)](
             b.sources, None if grad is None else grad.contiguous(), grad_source, out, grad_out, gate, b.grad_outs,
             b.inverse_rms, b.scaled_queries, b.lse, b.coupling, None if gate is None else b.grad_gates, b.logits, later,
-            radial, block.tiles, block.readers, b.tokens, len(self.row), row, first - b.base, stop - b.base,
+            radial, block.tiles, block.readers, b.tokens, self.num_rows, row, first - b.base, stop - b.base,
             last - b.base, block.first_site_block, block.num_site_blocks,
-            HAS_GRAD=grad is not None, HAS_OUT=own, HAS_GATE=gate is not None, HAS_LATER=stop < last,
+            HAS_GRAD=grad is not None, HAS_OUT=just_come, HAS_GATE=gate is not None, HAS_LATER=stop < last,
             KEPT=b.logits is not None, SPAN=b.span, **how.tile, TOKENS=how.pull_tokens, **how.pull,
         )  # fmt: skip
         self._close_block(row // GROUP)
@@ -301,7 +316,7 @@ class Chain:
         assert block.later is not None
         kernels.pull_group[(b.tokens * self.plan.num_heads,)](
             b.sources, b.grad_outs, b.inverse_rms, *b.split_queries(self.sites), b.lse, b.coupling, *block.later,
-            block.tiles, b.tokens, row, min(stop_row, len(self.row)) - row, first // GROUP * GROUP - b.base,
+            block.tiles, b.tokens, row, min(stop_row, self.num_rows) - row, first // GROUP * GROUP - b.base,
             first - b.base, stop - b.base, block.first_site_block, block.num_site_blocks, GO_ON=go_on, **how.group_tile,
             **(how.pull_half if stop_row - row == HALF else how.pull_group),
         )  # fmt: skip
@@ -407,7 +422,7 @@ class _RowBlock:
         halved: whether the first half of the rows has theirs from the second half of the sites.
     """
 
-    def __init__(self, b: _Buffers, rows: list[list[int]]) -> None:
+    def __init__(self, b: _Buffers, rows: list[range]) -> None:
         self.first_site_block = (min(readers[0] for readers in rows) - b.base) // GROUP
         self.num_site_blocks = (max(readers[-1] for readers in rows) - b.base) // GROUP + 1 - self.first_site_block
         shape = (b.heads, self.num_site_blocks, b.tokens, GROUP, GROUP)
@@ -499,6 +514,12 @@ class _Buffers:
         """Products of what came back to gates with the outputs, parts of the gates' gradients, `[sites, T, H]`."""
         return torch.empty_like(self.lse)
 
+    def many_parts(self) -> tuple[int, int, Tensor]:
+        """Parts of the tokens, the tokens in one, and room for a sum over each, `[parts, d]`."""
+        tokens = max(4, triton.cdiv(self.tokens, _MANY_PARTS))  # fewer, and the sums would be as large as a gradient
+        parts = triton.cdiv(self.tokens, tokens)
+        return parts, tokens, self._empty(parts, self.width, dtype=torch.float32)
+
     @cached_property
     def partial(self) -> Tensor:
         """u of every site over each part of the tokens, `[parts, sites, d]`."""
@@ -524,14 +545,12 @@ class _Parameters(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, chain: Chain, *parameters: Tensor) -> Tensor:
         ctx.chain = chain
-        ctx.save_for_backward(*parameters)  # for autograd to refuse those that have been changed in place
         ctx.set_materialize_grads(False)
         return parameters[0].new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        _ = ctx.saved_tensors
         grads = ctx.chain.parameter_gradients()
         return (None, *(g if need else None for g, need in zip(grads, ctx.needs_input_grad[1:], strict=True)))
 
@@ -553,28 +572,36 @@ class _Add(torch.autograd.Function):
 class _Read(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, chain: Chain, site: int, ticket: Tensor, stream: Tensor | None, norm: Tensor | None, eps: float
+        ctx: Any,
+        chain: Chain,
+        site: int,
+        ticket: Tensor,
+        stream: Tensor | None,
+        norm: Tensor | None,
+        own: Tensor | None,
+        eps: float,
     ) -> tuple[Tensor, Tensor]:
         ctx.chain, ctx.site, ctx.eps = chain, site, eps
         ctx.set_materialize_grads(False)
-        stream, weight = (None if x is None else x.detach().contiguous() for x in (stream, norm))
-        routed, out = chain.read(site, stream, weight, eps)
-        # The site's own for autograd to refuse what has been changed in place, before a source gets a gradient of it.
-        ctx.save_for_backward(routed, norm, *chain.sites[site])
+        stream, weight, source = (None if x is None else x.detach().contiguous() for x in (stream, norm, own))
+        routed, out = chain.read(site, stream, weight, source, eps)
+        # Parameters for autograd to refuse what has been changed in place, before a source gets a gradient of it.
+        ctx.save_for_backward(routed, norm, own, *chain.sites[site])
         return out, ticket.new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        routed, norm, *_ = ctx.saved_tensors
+        routed, norm, own, *_ = ctx.saved_tensors
         grad = torch.zeros_like(routed) if grad_out is None else grad_out
         grad_norm = None
         if norm is not None:
             grad_norm = ctx.chain.take_back(ctx.site, routed, grad, norm, ctx.eps)
         else:
             ctx.chain.note(ctx.site, routed, grad)
-        wanted = ctx.needs_input_grad
-        return None, None, None, grad_out if wanted[3] else None, grad_norm if wanted[4] else None, None
+        grad_own = None if own is None else ctx.chain.pull_own(ctx.site, own.contiguous())
+        grads = (None, None, None, grad_out, grad_norm, grad_own, None)
+        return tuple(grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=True))
 
 
 def route_fused(

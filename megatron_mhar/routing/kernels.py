@@ -11,6 +11,7 @@ Per site t and source i, with r_i = 1/rms(s_i) and qg_t = query_t * norm_weight_
     read     logit = r_i < qg_t, s_i >,  out_t = sum_i softmax_i(logit) s_i,  lse_t = log2 sum 2^logit   (online)
     couple   coupling_t = < dout_t, out_t > a head, which is sum_i a_i < dout_t, s_i >; from behind gate or norm
     pull     ds_i = sum_t (a dout_t + dl r_i qg_t) - s_i r_i^2 / d sum dl logit,  dl = a (< dout_t, s_i > - coupling_t)
+    own      pull, for a source that no other site reads, and its part of u
     query    u_t = sum_{i, tokens} dl r_i s_i, so that dquery = u norm_weight and dnorm_weight = u query
     null     sum over tokens of a dout and of dl, for a source `[d]` that all tokens share
 
@@ -37,7 +38,7 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 # Numbers that differ from launch to launch: a kernel has no forms of its own for 1, or for multiples of 16.
 NUMBERS = (
-    "tokens", "row", "site", "prefix", "skip", "count", "first", "last", "start", "stop", "num_sites", "num_rows",
+    "tokens", "row", "site", "first", "last", "start", "stop", "num_sites", "num_rows",
     "first_row", "first_site", "first_block", "num_blocks", "tokens_a_part",
 )  # fmt: skip
 INTERPRETED: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -131,15 +132,15 @@ def _program(turn):
 @triton.jit(do_not_specialize=NUMBERS)
 def read(
     sources, inverse_rms, newest, query, norm_weight, null, gate, stream, norm, older, older_lse, out, given,
-    scaled_query, lse, logits, tokens, site, num_rows, prefix, skip, count, eps, norm_eps,
-    HAS_NEWEST: tl.constexpr, HAS_NULL: tl.constexpr, HAS_GATE: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_OLDER: tl.constexpr, KEEP: tl.constexpr, SPAN: tl.constexpr, H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr,
-    K1: tl.constexpr, K2: tl.constexpr, STAGES: tl.constexpr,
+    scaled_query, lse, logits, tokens, site, num_rows, start, stop, eps, norm_eps,
+    HAS_NEWEST: tl.constexpr, HAS_OWN: tl.constexpr, HAS_NULL: tl.constexpr, HAS_GATE: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_OLDER: tl.constexpr, KEEP: tl.constexpr, SPAN: tl.constexpr, H: tl.constexpr,
+    K: tl.constexpr, HP: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One site's read of ``count + 1`` rows by online softmax, the last one first.
+    """One site's read of the rows ``start`` to ``stop`` by online softmax, the last one first.
 
-    They are the rows 0 to ``prefix - 1``, and others ``skip`` further on. With ``HAS_NEWEST`` the last one is not there
-    yet: it is taken in on the way, as :func:`add` does.
+    With ``HAS_NEWEST`` the last one is not there yet: it is taken in on the way, as :func:`add` does. With ``HAS_OWN``
+    what is read in its place is a source of the site's own, which stays where it is.
     With ``HAS_OLDER`` what :func:`read_group` has made of older rows is one source more. With ``KEEP`` the logits go
     to ``logits`` `[pairs, T, H]`, for :func:`pull`. With ``HAS_GATE`` ``given`` gets stream + gate * out, rounded
     once: a gate of zero leaves the stream's bits. With ``HAS_NORM`` it gets the RMS norm of what is in ``out``.
@@ -156,23 +157,23 @@ def read(
         tl.store(scaled_query + site * D + at2, q2.to(scaled_query.dtype.element_ty), mask=there2)
     size = tokens.to(tl.int64) * D
     base = token.to(tl.int64) * D
-    row = tl.where(count < prefix, count, count + skip)
     if HAS_NEWEST:
         n1 = tl.load(newest + base + at1, mask=there1, other=0.0)
         n2 = tl.load(newest + base + at2, mask=there2, other=0.0)
-        tl.store(sources + row * size + base + at1, n1, mask=there1)
-        tl.store(sources + row * size + base + at2, n2, mask=there2)
         mixed1 = n1.to(tl.float32)
         mixed2 = n2.to(tl.float32)
         r = _inverse_rms(mixed1, mixed2, eps, D)
-        tl.store(inverse_rms + row * tokens.to(tl.int64) + token, r)
+        if not HAS_OWN:
+            tl.store(sources + stop * size + base + at1, n1, mask=there1)
+            tl.store(sources + stop * size + base + at2, n2, mask=there2)
+            tl.store(inverse_rms + stop * tokens.to(tl.int64) + token, r)
     else:
-        mixed1, mixed2 = _load(sources + row * size + base, at1, there1, at2, there2)
-        r = tl.load(inverse_rms + row * tokens.to(tl.int64) + token)
+        mixed1, mixed2 = _load(sources + stop * size + base, at1, there1, at2, there2)
+        r = tl.load(inverse_rms + stop * tokens.to(tl.int64) + token)
     top = _dot(mixed1, mixed2, q1, q2) * r
     total = tl.full([HP], 1.0, tl.float32)
-    if KEEP:
-        tl.store(logits + (_pair(site, row, num_rows, SPAN) * tokens + token) * H + head, top, mask=head < H)
+    if KEEP and not HAS_OWN:
+        tl.store(logits + (_pair(site, stop, num_rows, SPAN) * tokens + token) * H + head, top, mask=head < H)
     if HAS_NULL:
         x1, x2 = _load(null, at1, there1, at2, there2)
         logit = _dot(x1, x2, q1, q2) * _inverse_rms(x1, x2, eps, D)
@@ -182,8 +183,7 @@ def read(
         x1, x2 = _load(older + slot * size + base, at1, there1, at2, there2)
         logit = tl.load(older_lse + slot + token.to(tl.int64) * (H * GROUP) + head * GROUP, mask=head < H, other=0.0)
         top, total, mixed1, mixed2 = _merge(top, total, mixed1, mixed2, logit, x1, x2)
-    for i in tl.range(0, count, num_stages=STAGES):
-        row = tl.where(i < prefix, i, i + skip)
+    for row in tl.range(start, stop, num_stages=STAGES):
         x1, x2 = _load(sources + row * size + base, at1, there1, at2, there2)
         logit = _dot(x1, x2, q1, q2) * tl.load(inverse_rms + row * tokens.to(tl.int64) + token)
         if KEEP:
@@ -472,6 +472,48 @@ def pull(
     radius = (r * r / D * LN_2 * tl.sum(radial, 1)[:, None])[:, :, None]
     tl.store(grad_source + base1, (total1 - radius * x1).to(grad_source.dtype.element_ty), mask=in1)
     tl.store(grad_source + base2, (total2 - radius * x2).to(grad_source.dtype.element_ty), mask=in2)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def own(
+    source, query, norm_weight, grad_outs, lse, coupling, grad_source, partial, tokens, site, tokens_a_part, eps,
+    H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
+):  # fmt: skip
+    """Gradient of a source `[T, d]` that one site alone reads, and its part of u, over one part of the tokens.
+
+    What :func:`read` made of the source is made anew. The part of u goes to ``partial`` `[parts, d]`.
+    """
+    part = tl.program_id(0)
+    D: tl.constexpr = H * K
+    head, at1, there1, at2, there2 = _tiles(H, K, HP, K1, K2)
+    q1, q2 = _load(query, at1, there1, at2, there2)
+    g1, g2 = _load(norm_weight, at1, there1, at2, there2)
+    q1 *= g1 * LOG2_E
+    q2 *= g2 * LOG2_E
+    u1 = tl.zeros([HP, K1], tl.float32)
+    u2 = tl.zeros([HP, K2], tl.float32)
+    start = part * tokens_a_part
+    for i in tl.range(0, tl.minimum(tokens_a_part, tokens - start), num_stages=2):
+        base = (start + i).to(tl.int64) * D
+        place = site.to(tl.int64) * tokens + start + i
+        x1, x2 = _load(source + base, at1, there1, at2, there2)
+        g1, g2 = _load(grad_outs + place * D, at1, there1, at2, there2)
+        r = _inverse_rms(x1, x2, eps, D)
+        logit = _dot(x1, x2, q1, q2) * r
+        weight = tl.exp2(logit - tl.load(lse + place * H + head, mask=head < H, other=float("inf")))
+        coupled = tl.load(coupling + place * H + head, mask=head < H, other=0.0)
+        dl = weight * (_dot(x1, x2, g1, g2) - coupled)
+        radius = r * r / D * LN_2 * tl.sum(dl * logit, 0)
+        dl *= r
+        u1 += dl[:, None] * x1
+        u2 += dl[:, None] * x2
+        dl *= LN_2
+        d1 = weight[:, None] * g1 + dl[:, None] * q1 - radius * x1
+        d2 = weight[:, None] * g2 + dl[:, None] * q2 - radius * x2
+        tl.store(grad_source + base + at1, d1.to(grad_source.dtype.element_ty), mask=there1)
+        tl.store(grad_source + base + at2, d2.to(grad_source.dtype.element_ty), mask=there2)
+    tl.store(partial + part * D + at1, u1, mask=there1)
+    tl.store(partial + part * D + at2, u2, mask=there2)
 
 
 @triton.jit(do_not_specialize=NUMBERS)

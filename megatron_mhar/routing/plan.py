@@ -8,11 +8,10 @@ from typing import NamedTuple
 
 
 class Reads(NamedTuple):
-    """Rows that a site reads: the first ``prefix`` of all, and ``total - prefix`` more from ``start`` on."""
+    """Rows that a site reads: the first ``shared``, which sites share, and perhaps one that no other site reads."""
 
-    prefix: int
-    start: int
-    total: int
+    shared: int
+    own: int | None
 
 
 @dataclass(frozen=True)
@@ -20,8 +19,8 @@ class ReadPlan:
     """Which sources each site of a model reads.
 
     Args:
-        rows: of each site, rows of the sources it reads, null sources not among them: 0, 1, ... up to some row, and
-            then a run of further ones. The sites that read a row follow each other.
+        rows: of each site, rows of the sources it reads, null sources not among them: 0, 1, ... up to some row, none
+            fewer than the site before, and then perhaps a further one, which no other site reads.
         num_heads: H.
         eps: epsilon of the keys' RMSNorm.
     """
@@ -30,6 +29,14 @@ class ReadPlan:
     num_heads: int
     eps: float = 1e-6
 
+    def __post_init__(self) -> None:
+        seen: set[int | None] = set()
+        count = 0
+        for (shared, own), rows in zip(self.reads, self.rows, strict=True):
+            assert rows[:shared] == tuple(range(shared)) and shared >= count, f"rows of a site: {rows}"
+            assert own is None or (own >= self.num_shared and own not in seen), f"a row of several sites: {own}"
+            count, seen = shared, seen | {own}
+
     @cached_property
     def num_rows(self) -> int:
         """Sources."""
@@ -37,14 +44,16 @@ class ReadPlan:
 
     @cached_property
     def reads(self) -> tuple[Reads, ...]:
-        """Rows of each site, as kernels are told them."""
-        found = []
-        for rows in self.rows:
-            prefix = next((i for i, row in enumerate(rows) if row != i), len(rows))
-            start = rows[prefix] if prefix < len(rows) else prefix
-            assert rows[prefix:] == tuple(range(start, start + len(rows) - prefix)), f"rows of a site: {rows}"
-            found.append(Reads(prefix, start, len(rows)))
-        return tuple(found)
+        """What each site reads, as chains are told it: a last row before which others are left out is its own."""
+        return tuple(
+            Reads(len(rows) - 1, rows[-1]) if rows and rows[-1] != len(rows) - 1 else Reads(len(rows), None)
+            for rows in self.rows
+        )
+
+    @cached_property
+    def num_shared(self) -> int:
+        """Rows that are not a site's own: these are the first ones."""
+        return max(shared for shared, _ in self.reads)
 
     @cached_property
     def grows_by_one(self) -> bool:
@@ -52,12 +61,8 @@ class ReadPlan:
         return all(rows == tuple(range(site + 1)) for site, rows in enumerate(self.rows))
 
     @cached_property
-    def readers(self) -> tuple[range, ...]:
-        """Sites that read each row."""
-        sites: list[list[int]] = [[] for _ in range(self.num_rows)]
-        for site, rows in enumerate(self.rows):
-            for row in rows:
-                sites[row].append(site)
-        ranges = tuple(range(s[0], s[-1] + 1) if s else range(0) for s in sites)
-        assert all(list(r) == s for r, s in zip(ranges, sites, strict=True)), "sites that read a row must follow"
-        return ranges
+    def first_readers(self) -> tuple[int, ...]:
+        """First site that reads each of the shared rows; all that follow read it too."""
+        return tuple(
+            next(site for site, (shared, _) in enumerate(self.reads) if shared > row) for row in range(self.num_shared)
+        )

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from megatron_mhar.bench.peers import find_peers
-from megatron_mhar.bench.reads import SiteBySite, WrongResult, check_case, fused, plain
+from megatron_mhar.bench.reads import Case, SiteBySite, WrongResult, check_case, fused, plain
 from megatron_mhar.bench.routing import bench_case, build_case, paper
 from megatron_mhar.bench.shapes import SHAPES
 from megatron_mhar.bench.timing import Timing
+from megatron_mhar.depth.residual import ResidualConfig
+from megatron_mhar.depth.sites import DepthTable
 from megatron_mhar.errors import UserError
 from megatron_mhar.routing.reference import route_reference
 
@@ -30,9 +32,16 @@ def test_algorithms_are_right(algorithm, method):
     assert max(errors.values()) < 5e-6
 
 
-@pytest.mark.parametrize("algorithm", [paper, fused] if DEVICE.type == "cuda" else [paper])
+@pytest.mark.parametrize("algorithm", [fused, plain], ids=["ours", "torch"])
+def test_the_released_form_is_right(algorithm):
+    """Whose first site reads no source but its null source."""
+    residual = ResidualConfig(method="delta_block", block_layers=1, block_form="released", num_heads=4)
+    errors = check_case(Case(DepthTable(residual, 6), 32, 2, torch.float32), algorithm, DEVICE)
+    assert "null gradients" in errors and max(errors.values()) < 5e-6
+
+
+@pytest.mark.parametrize("algorithm", [paper, fused], ids=["paper", "ours"])
 def test_bf16(algorithm):
-    """Ours on a GPU alone: Triton's interpreter takes bf16 in a matrix product for integers."""
     errors = check_case(build_case("tiny"), algorithm, DEVICE)
     assert 1e-4 < errors["outputs"] < 6e-3  # as bf16 is: it was not computed in fp32
 

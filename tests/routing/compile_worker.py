@@ -20,7 +20,12 @@ from megatron_mhar.routing.chain import start
 H200 = GPUTarget("cuda", 90, 32)
 WIDTHS = (64, 512, 768, 1000, 1280, 4096, 8192)
 HEADS = (1, 2, 4, 8, 16, 32)
-FORMS = (("mhar", True, {}), ("delta", False, {}), ("delta_block", False, {"block_layers": 1}))
+FORMS = (
+    ("mhar", True, {}),
+    ("mhar_block", True, {"block_layers": 2}),
+    ("delta", False, {}),
+    ("delta_block", False, {"block_layers": 1}),
+)
 launched = {}
 
 

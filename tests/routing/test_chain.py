@@ -1,6 +1,7 @@
 """Fused kernels against the reference: in Triton's interpreter without a GPU, compiled where there is one."""
 
 import itertools
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -74,7 +75,8 @@ def model(rows, sites, embedding, heads, fused, *, made, plain=route_reference, 
         stream = None if gate is None else embedding * 0.5
         weight = norms[t] if norms else None
         if reader:
-            h = reader.read(t, stream, None if weight is None else SimpleNamespace(weight=weight, eps=eps))
+            norm = None if weight is None else SimpleNamespace(weight=weight, eps=eps)
+            h = reader.read(t, stream, norm, None if plan.reads[t].own is None else own[-1])
         else:
             h = plain(([] if null is None else [null]) + own, query, norm_weight, heads, plan.eps)
             h = through_gate(h, gate, stream)
@@ -163,17 +165,42 @@ def assert_equals_reference(rows, sites, embedding, heads, **given):
             assert_close(found, true, EXACT)
 
 
-@pytest.mark.parametrize("gate", [False, True])
-def test_rows_of_blocks(gate):
-    """Closed blocks first, an open sum that one site reads: what the block forms give."""
-    rows = ((0,), (0, 3), (0, 1), (0, 1, 4), (0, 1, 2))
-    assert ReadPlan(rows, 2).reads == (
-        Reads(1, 1, 1), Reads(1, 3, 2), Reads(2, 2, 2), Reads(2, 4, 3), Reads(3, 3, 3)
+BLOCKS = ((0,), (0, 3), (0, 1), (0, 1, 4), (0, 1, 2))
+MADE_OF_BLOCKS = {0: (3,), 1: (1,), 2: (4,), 3: (2,), 4: ()}
+
+
+@pytest.mark.parametrize("kind", ["plain", "gated", "normed"])
+@pytest.mark.parametrize(
+    ("width", "heads", "cut"), [(24, 2, None), (24, 2, 1), (24, 2, 2), (24, 2, 3), (1000, 8, None), (320, 2, None)]
+)
+def test_rows_of_blocks(width, heads, kind, cut):
+    """Closed blocks first, an open sum that one site reads: what the block forms give, on one stage or two."""
+    assert ReadPlan(BLOCKS, heads).reads == (
+        Reads(1, None), Reads(1, 3), Reads(2, None), Reads(2, 4), Reads(3, None)
     )  # fmt: skip
-    made = {0: (3,), 1: (1,), 2: (4,), 3: (2,), 4: ()}
-    sites = parameters(5, 24, True, 1.0, torch.float32, gate)
-    embedding = random(2, 3, 24, seed=7)
-    assert_equals_reference(rows, sites, embedding, 2, made=made)
+    sites = parameters(5, width, True, 2 * (heads / width) ** 0.5, torch.float32, kind == "gated")
+    norms = [1 + random(width, seed=700 + t, scale=0.2) if kind == "normed" else None for t in range(5)]
+    embedding = random(2, 3, width, seed=7)
+    assert_equals_reference(BLOCKS, sites, embedding, heads, made=MADE_OF_BLOCKS, norms=norms, cut=cut, extra=(1, 3))
+
+
+@pytest.mark.parametrize("rows", [((0,), (0, 2), (0, 2)), ((0,), (0, 1), (0,)), ((0, 2, 1),), ((1,), (0, 1))])
+def test_rows_that_no_chain_reads_are_refused(rows):
+    with pytest.raises(AssertionError, match="rows? of"):
+        ReadPlan(rows, 1)
+
+
+def test_a_sites_own_source_is_not_kept():
+    """Nobody holds it once its site has read it, unless autograd needs it: recomputation and evaluations let it go."""
+    sites = dict(enumerate(parameters(5, 24, False, 1.0, torch.float32)))
+    for needed in (False, True):
+        reader = start(ReadPlan(BLOCKS, 2), sites)
+        reader.add(0, random(3, 24, seed=1))
+        own = random(3, 24, seed=2).requires_grad_(needed)
+        held = weakref.ref(own)
+        out = reader.read(1, own=reader.add(3, own))
+        del own
+        assert (held() is not None) == needed and out.requires_grad == needed
 
 
 @pytest.mark.parametrize("scale", [0.0, 30.0])

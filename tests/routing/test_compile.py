@@ -15,5 +15,5 @@ def test_every_kernel_is_taken_by_the_compiler_at_every_width_and_number_of_head
     assert done.returncode == 0, done.stderr[-3000:]
     *refused, last = done.stdout.splitlines()
     assert not refused
-    kernels = ("add", "couple", "couple_normed", "null", "pull", "pull_group", "query", "read", "read_group")
+    kernels = ("add", "couple", "couple_normed", "null", "own", "pull", "pull_group", "query", "read", "read_group")
     assert last.endswith(f"launches of {list(kernels)}")
