@@ -473,7 +473,7 @@ def test_memory_of_full_recomputation_is_linear_in_depth(tmp_path, method):
     sizes = {}
     for recompute in ("none", "full"):
         sizes[recompute] = [
-            kept_bytes(build(tmp_path, METHODS[method] | ({"block_layers": 4} if "block" in method else {}),
+            kept_bytes(build(tmp_path, METHODS[method] | ({"block_layers": 2} if "block" in method else {}),
                              model={"num_layers": depth}, training={"recompute": recompute}))
             for depth in (4, 8, 12)
         ]  # fmt: skip
