@@ -244,7 +244,7 @@ class Chain:
             source, query, norm_weight, b.grad_outs, b.lse, b.coupling, grad_source, partial, b.tokens, site - b.base,
             tokens, self.plan.eps, **how.tile, num_warps=how.num_warps,
         )  # fmt: skip
-        b.partial[0, site - b.base] += partial.sum(0)
+        torch.sum(partial, 0, out=b.partial[-1, site - b.base])
         return grad_source
 
     def _couple(self, site: int) -> None:
@@ -522,8 +522,10 @@ class _Buffers:
 
     @cached_property
     def partial(self) -> Tensor:
-        """u of every site over each part of the tokens, `[parts, sites, d]`."""
-        return torch.zeros((self.parts, self.num_sites, self.width), dtype=torch.float32, device=self.sources.device)
+        """u of every site over each part of the tokens, and last what its own source gives, `[parts + 1, sites, d]`."""
+        return torch.zeros(
+            (self.parts + 1, self.num_sites, self.width), dtype=torch.float32, device=self.sources.device
+        )
 
 
 def start(plan: ReadPlan, sites: dict[int, SiteParameters]) -> Reader:
