@@ -1,4 +1,4 @@
-"""From the run config to megatron-core: TransformerConfig and the HybridModels of a rank."""
+"""From the run config to megatron-core: TransformerConfig and the LanguageModels of a rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.ssm.gated_delta_net import HAVE_FLA
 from megatron.core.ssm.mamba_mixer import HAVE_EINOPS, HAVE_MAMBA_SSM
 from megatron.core.transformer import TransformerConfig
@@ -20,6 +19,7 @@ from megatron_mhar.errors import UserError
 from megatron_mhar.model.fp8 import check_recipe, fp8_settings
 from megatron_mhar.model.fusions import APEX_ACCUMULATES
 from megatron_mhar.model.initialize import initialize_weights
+from megatron_mhar.model.language_model import LanguageModel
 from megatron_mhar.model.specs import Layers, routed_stack_spec
 from megatron_mhar.routing import resolve_backend
 
@@ -176,7 +176,7 @@ def norms_at_sites(config: RunConfig) -> bool:
     return config.residual.method in REPLACEMENT and config.training.precision != "fp8"
 
 
-def build_models(config: RunConfig) -> list[HybridModel]:
+def build_models(config: RunConfig) -> list[LanguageModel]:
     """Model chunks of this rank, one a virtual stage, on its device; process groups and seeds must be set."""
     transformer, model, parallel = transformer_config(config), config.model, config.parallel
     spec = routed_stack_spec(
@@ -190,7 +190,7 @@ def build_models(config: RunConfig) -> list[HybridModel]:
     chunks = []
     for chunk in range(parallel.virtual_stages):
         stage = chunk * parallel.pipeline + rank
-        hybrid = HybridModel(
+        hybrid = LanguageModel(
             transformer,
             spec,
             vocab_size=model.vocab_size,

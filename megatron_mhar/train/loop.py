@@ -34,6 +34,7 @@ from megatron_mhar.routing import resolve_backend
 from megatron_mhar.run_files import GOES_ON, RoutingMap, RunSummary
 from megatron_mhar.tracking.journal import load_metrics
 from megatron_mhar.tracking.tracker import Tracker
+from megatron_mhar.train.balancing import take_balancing_loss
 from megatron_mhar.train.checkpoint import Checkpoints
 from megatron_mhar.train.cuda_graph import CapturedSchedule, on_capture_stream
 from megatron_mhar.train.distributed import (
@@ -48,7 +49,6 @@ from megatron_mhar.train.distributed import (
     shut_down,
     world_size,
 )
-from megatron_mhar.train.loss import cross_entropy, take_balancing_loss
 from megatron_mhar.train.optimizer import Optimizer
 from megatron_mhar.train.profile import StepProfiler
 from megatron_mhar.train.progress import ProgressLog
@@ -594,14 +594,15 @@ def forward_step(
     """Forward of the next micro-batch, as megatron-core's schedules call it.
 
     Returns:
-        Logits and what makes a loss of them; on all but the last pipeline stage what the next one receives.
+        Losses and squared log-partitions of the tokens, and what makes a loss of them; on all but the last pipeline
+        stage what the next one receives.
     """
     batch = next(batches)
     context = parallel_state.get_context_parallel_world_size()
-    output = model(batch.get("tokens"), batch.get("position_ids"), None)
+    output = model(batch.get("tokens"), batch.get("position_ids"), None, labels=batch.get("labels"))
 
-    def loss(logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        per_token, squared_partition = cross_entropy(logits, batch["labels"])
+    def loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        per_token, squared_partition = output
         mean = per_token.mean()
         total = mean + z_loss * squared_partition.mean() if z_loss else mean
         # The schedule changes what it gets in place. It multiplies by the number of context ranks, over which gradients

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_mhar.routing import resolve_backend, route, through_gate
-from megatron_mhar.routing.chain import SiteParameters, start
+from megatron_mhar.routing.chain import SiteParameters, _Buffers, start
 from megatron_mhar.routing.eager import route_eager
 from megatron_mhar.routing.plan import ReadPlan, Reads
 from megatron_mhar.routing.reference import route_reference
@@ -201,6 +201,24 @@ def test_a_sites_own_source_is_not_kept():
         out = reader.read(1, own=reader.add(3, own))
         del own
         assert (held() is not None) == needed and out.requires_grad == needed
+
+
+def test_what_a_group_has_read_is_let_go_with_the_last_site(monkeypatch):
+    """The logits and their gradients come next, and a group's reads are as large as its sites' outputs."""
+    held = []
+    new_group = _Buffers.new_group
+
+    def watched(buffers):
+        group = new_group(buffers)
+        held.append(weakref.ref(group))
+        return group
+
+    monkeypatch.setattr(_Buffers, "new_group", watched)
+    reader = start(ReadPlan(full(18), 2), dict(enumerate(parameters(18, 64, False, 1.0, torch.float32))))
+    for site in range(18):
+        reader.add(site, random(3, 64, seed=site).requires_grad_())
+        reader.read(site)
+        assert [group() is not None for group in held] == [site == 16] * (site >= 16)
 
 
 @pytest.mark.parametrize("scale", [0.0, 30.0])
