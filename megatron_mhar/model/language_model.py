@@ -87,8 +87,8 @@ class _CrossEntropyAndLogPartition(torch.autograd.Function):
 def _top_and_total(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Largest logit, and sum of exponentials relative to it, `[...]`, fp32."""
     logits = logits.float()
-    top = logits.amax(-1)
-    return top, (logits - top.unsqueeze(-1)).exp().sum(-1)
+    top = logits.amax(-1, keepdim=True)  # the dimension is kept for the compiler to see that both are found together
+    return top.squeeze(-1), (logits - top).exp().sum(-1, keepdim=True).squeeze(-1)
 
 
 @torch.compile
