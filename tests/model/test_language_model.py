@@ -86,7 +86,18 @@ def test_labels_make_losses_of_what_logits_say(tmp_path):
 
 
 @pytest.mark.skipif(not platform.HAS_GPU, reason="needs a GPU")
-def test_more_logits_than_32_bits_count_need_no_second_copy():
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_more_logits_than_32_bits_count_need_no_second_copy(monkeypatch, deterministic):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        check_many_logits()
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def check_many_logits():
     rows, vocabulary = 17_000, 128_256
     logits = torch.randn(rows, vocabulary, device="cuda", dtype=torch.bfloat16).requires_grad_()
     labels = torch.randint(0, vocabulary, (rows,), device="cuda")
