@@ -8,9 +8,19 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from megatron_mhar.depth.residual import SUBLAYERS_PER_LAYER, ResidualConfig, problem
@@ -302,8 +312,9 @@ class Fp8Config(Section):
         description="where scales come from: the tensor at hand, the largest values before (delayed; three passes over "
         "the first batch find the first ones), or blocks of it (mxfp8 from Blackwell on, blockwise from Hopper on)",
     )
-    format: Literal["hybrid", "e4m3"] | None = Field(
+    format: Literal["hybrid", "e4m3"] = Field(
         None,
+        validate_default=True,
         description="e4m3 throughout, or e5m2 (hybrid) for gradients of activations; where not given as Transformer "
         "Engine's recipes have it: hybrid with tensorwise and delayed, e4m3 with scales of blocks",
     )
@@ -311,6 +322,13 @@ class Fp8Config(Section):
     bf16_sublayers: NonNegativeInt = Field(
         0, description="sublayers at each end of the model whose products stay bf16; not with delayed"
     )
+
+    @field_validator("format", mode="before")
+    @classmethod
+    def _recipes_own_format(cls, given: Any, info: ValidationInfo) -> Any:
+        # Resolved at once: a run folder then says it, and a run that was given it is one that was not.
+        own = "e4m3" if info.data.get("recipe") in ("mxfp8", "blockwise") else "hybrid"
+        return own if given is None else given
 
     @model_validator(mode="after")
     def _recipe_fits(self) -> Fp8Config:
@@ -321,11 +339,6 @@ class Fp8Config(Section):
         if self.recipe != "delayed" and self.amax_history != type(self).model_fields["amax_history"].default:
             raise problem("amax_history", f"{self.amax_history} given, but it exists for recipe: delayed")
         return self
-
-    @property
-    def resolved_format(self) -> Literal["hybrid", "e4m3"]:
-        """The format of this run."""
-        return self.format or ("hybrid" if self.recipe in ("tensorwise", "delayed") else "e4m3")
 
     @property
     def multiple(self) -> int:

@@ -6,8 +6,9 @@ just before its producer's backward is about to run, from the output gradients o
 keeps the order, see :class:`Reader`. Parameters get their gradients last, when all sources have.
 
 A source is copied once, into the chain's buffer, where its statistic is taken; the tensor that it came in is free from
-then on. A chain serves one backward; any number of chains may be in flight, and parts of one may be run again in the
-backward (recomputation).
+then on. A source that one site alone reads stays out of all this: it goes into its read and gets its gradient in that
+read's backward. A chain serves one backward; any number of chains may be in flight, and parts of one may be run again
+in the backward (recomputation).
 """
 
 from __future__ import annotations
@@ -63,9 +64,9 @@ class Norm(Protocol):
 class Reader:
     """A forward's way through a chain; made by :func:`start`.
 
-    Each source and each read takes the ticket that the one before has left, and leaves one: so their backwards run in
-    the opposite order, however sublayers depend on each other, and a read needs no edge to each of its sources. The
-    first ticket depends on the sites' parameters, whose gradients come last.
+    Each shared source and each read takes the ticket that the one before has left, and leaves one: so their backwards
+    run in the opposite order, however sublayers depend on each other, and a read needs no edge to each of its sources.
+    The first ticket depends on the sites' parameters, whose gradients come last.
 
     Attributes:
         ticket: `[0]`, what was left last. The chain, which is kept by autograd, does not keep it.
@@ -171,6 +172,8 @@ class Chain:
         assert gate is None or norm is None, f"site {site}: what comes through a gate is not normed"
         count, own_row = self.plan.reads[site]
         assert (own is None) == (own_row is None), f"site {site}: its own source is row {own_row}"
+        assert own is None or own.shape == b.shape, f"site {site}: its own source is {own.shape}, others are {b.shape}"
+        assert count or own is not None, f"site {site} reads no row"
         out = b.sources.new_empty(b.shape)
         given = out if stream is None and norm is None else torch.empty_like(out)
         newest = self._waiting.pop(count - 1, None) if own is None else own
@@ -550,12 +553,15 @@ class _Parameters(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, chain: Chain, *parameters: Tensor) -> Tensor:
         ctx.chain = chain
+        # For autograd to refuse what has been changed in place; what reads save comes too late if they are run again.
+        ctx.save_for_backward(*parameters)
         ctx.set_materialize_grads(False)
         return parameters[0].new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors
         grads = ctx.chain.parameter_gradients()
         return (None, *(g if need else None for g, need in zip(grads, ctx.needs_input_grad[1:], strict=True)))
 

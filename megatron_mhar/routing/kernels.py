@@ -1,10 +1,10 @@
 """Triton kernels of a routing chain; :mod:`megatron_mhar.routing.chain` says what is called when.
 
-Shapes: T tokens, d width, H heads of K = d / H. Sources lie in one buffer `[rows, T, d]`, the output gradients of the
-sites in another, `[sites, T, d]`. A program of most kernels has one token and all its heads: two tiles, `[HP, K1]` and
-`[HP, K2]`, cover its heads' channels (K = 160 is 128 + 32; where K is not such a sum, the second tile has nothing).
-Sums are fp32 in a fixed order, without atomics: two runs give the same bits. Exponentials are base 2, and queries come
-multiplied by log2(e).
+Shapes: T tokens, d width, H heads of K = d / H. Shared sources lie in one buffer `[rows, T, d]`, the output gradients
+of the sites in another, `[sites, T, d]`. A program of most kernels has one token and all its heads: two tiles,
+`[HP, K1]` and `[HP, K2]`, cover its heads' channels (K = 160 is 128 + 32; where K is not such a sum, the second tile
+has nothing). Sums are fp32 in a fixed order, without atomics: two runs give the same bits. Exponentials are base 2, and
+queries come multiplied by log2(e).
 
 Per site t and source i, with r_i = 1/rms(s_i) and qg_t = query_t * norm_weight_t:
 

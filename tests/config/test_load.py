@@ -121,6 +121,35 @@ def test_dumped_config_loads_to_an_equal_one(run: Path, write: Write, overrides:
     assert dump_config(again) == text
 
 
+def test_the_config_of_a_run_made_earlier_loads_with_the_values_that_it_had() -> None:
+    """Run folders outlive versions: keys may come and defaults may change, but what is there must mean the same."""
+    path = Path(__file__).parent / "kept_run.yaml"
+    kept = yaml.safe_load(path.read_text())
+    config = load_config(path).model_dump(mode="json")
+    for section, values in kept.items():
+        found = config[section]
+        assert (found | values if isinstance(values, dict) else values) == found, section
+
+
+@pytest.mark.parametrize(
+    ("given", "format"),
+    [
+        ([], "hybrid"),
+        (["precision=fp8"], "hybrid"),
+        (["fp8.format=hybrid"], "hybrid"),  # as dumps of bf16 runs have it
+        (["precision=fp8", "fp8.format=e4m3"], "e4m3"),
+        (["precision=fp8", "fp8.recipe=delayed"], "hybrid"),
+        (["precision=fp8", "fp8.recipe=blockwise"], "e4m3"),
+        (["precision=fp8", "fp8.recipe=mxfp8", "fp8.format=null"], "e4m3"),
+        (["precision=fp8", "fp8.recipe=blockwise", "fp8.format=hybrid"], "hybrid"),
+    ],
+)
+def test_a_format_of_fp8_is_said_whether_it_was_given_or_not(run: Path, given: list[str], format: str) -> None:
+    sizes = ["model.hidden_size=128", "model.vocab_size=256"]
+    config = load_config(run, [*sizes, *(f"training.{override}" for override in given)])
+    assert flatten(config)["training.fp8.format"] == format
+
+
 def test_dump_has_every_key(run: Path) -> None:
     config = load_config(run)
     dumped = yaml.safe_load(dump_config(config))

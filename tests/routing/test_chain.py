@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from megatron_mhar.routing import resolve_backend, route, through_gate
 from megatron_mhar.routing.chain import SiteParameters, _Buffers, start
@@ -308,23 +309,26 @@ def spread(tensor):
     return torch.stack([tensor, torch.full_like(tensor, float("nan"))], -1)[..., 0]
 
 
-@pytest.mark.parametrize("kind", ["query", "norm_weight", "null_source", "stream", "norm"])
+@pytest.mark.parametrize("kind", ["query", "norm_weight", "null_source", "stream", "norm", "own"])
 @pytest.mark.parametrize("lie", [spread, lambda tensor: tensor[:1].expand_as(tensor)], ids=["spread", "expanded"])
 def test_tensors_may_lie_in_memory_as_they_like(kind, lie):
     """Each kind by itself, as a column of something wider and as one number, or row, for all. A gate is one number."""
     (site,) = parameters(1, 16, True, 1.0, torch.float32, gate=kind == "stream")
     behind = {"stream": random(3, 16, seed=8)} if kind == "stream" else {"norm": random(16, seed=9)}
+    if kind == "own":
+        behind["own"] = random(3, 16, seed=21)
     given = {name: tensor for name, tensor in (site._asdict() | behind).items() if tensor is not None}
     given[kind] = lie(given[kind])
     found = []
     for tensors in (given, {name: torch.empty(t.shape, device=DEVICE).copy_(t) for name, t in given.items()}):
         leaves = {name: tensor.requires_grad_() for name, tensor in tensors.items()}
         stream, norm = leaves.get("stream"), leaves.get("norm")
-        own = SiteParameters(*(leaves.get(name) for name in SiteParameters._fields))
-        reader = start(ReadPlan(((0, 1),), 2), {0: own})
-        for row in range(2):
+        own_site = SiteParameters(*(leaves.get(name) for name in SiteParameters._fields))
+        reader = start(ReadPlan(((0, 2) if kind == "own" else (0, 1),), 2), {0: own_site})
+        for row in range(1 if kind == "own" else 2):
             reader.add(row, random(3, 16, seed=20 + row))
-        out = reader.read(0, stream, None if norm is None else SimpleNamespace(weight=norm, eps=1e-3))
+        behind_norm = None if norm is None else SimpleNamespace(weight=norm, eps=1e-3)
+        out = reader.read(0, stream, behind_norm, leaves.get("own"))
         found.append([out, *torch.autograd.grad(out.square().sum(), list(leaves.values()))])
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
@@ -395,6 +399,42 @@ def test_parameters_changed_before_the_backward_are_refused(count, changed, kind
         getattr(sites[changed], kind).mul_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("count", [3, 18], ids=["site by site", "groups"])
+def test_parameters_changed_before_they_are_read_again_are_refused(count):
+    """Recomputed reads see the new values, and what groups have read is of the old ones."""
+    sites = [SiteParameters(*(None if p is None else p.requires_grad_() for p in site))
+             for site in parameters(count, 32, False, 1.0, torch.float32)]  # fmt: skip
+    reader = start(ReadPlan(full(count), 2), dict(enumerate(sites)))
+
+    def unit(site, x, ticket):
+        here = reader.at(ticket)
+        here.add(site, x)
+        return torch.tanh(here.read(site)), here.ticket
+
+    x, ticket = random(2, 32, seed=1).requires_grad_(), reader.ticket
+    for site in range(count):
+        x, ticket = checkpoint(unit, site, x, ticket, use_reentrant=True)
+    with torch.no_grad():
+        sites[count - 2].query.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        x.sum().backward()
+
+
+@pytest.mark.parametrize("own", [(2, 24), (4, 24), (3, 1, 24)])
+def test_an_own_source_of_another_shape_is_refused(own):
+    reader = start(ReadPlan(BLOCKS, 2), dict(enumerate(parameters(5, 24, False, 1.0, torch.float32))))
+    reader.add(0, random(3, 24, seed=1))
+    with pytest.raises(AssertionError, match="site 1: its own source is"):
+        reader.read(1, own=random(*own, seed=2))
+
+
+def test_a_site_that_reads_nothing_is_refused():
+    reader = start(ReadPlan(((), (0,)), 2), dict(enumerate(parameters(2, 24, True, 1.0, torch.float32))))
+    reader.add(0, random(3, 24, seed=1))
+    with pytest.raises(AssertionError, match="site 0 reads no row"):
+        reader.read(0)
 
 
 @pytest.mark.parametrize("normed", [False, True])
