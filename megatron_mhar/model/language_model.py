@@ -14,19 +14,29 @@ from torch.autograd.function import once_differentiable
 
 
 class LanguageModel(HybridModel):
-    """A HybridModel that returns, where ``labels`` are given, what :func:`cross_entropy` does.
+    """A HybridModel that tells, where it is asked to, the squared log-partition beside the loss."""
 
-    Without labels it returns logits `[b, s, vocabulary / tp]` as its base does.
-    """
+    _tells_partition = False
+
+    def forward(self, *args: Any, tell_partition: bool = False, **kwargs: Any) -> Tensor:
+        """As HybridModel: logits `[b, s, vocabulary / tp]`; with ``labels`` losses of the tokens `[b, s]`, fp32.
+
+        Args:
+            tell_partition: losses and squared log-partitions come back, `[2, b, s]`.
+        """
+        self._tells_partition = tell_partition
+        return super().forward(*args, **kwargs)
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Loss and squared log-partition of every token, `[2, s, b]`, fp32.
+        """What :meth:`forward` returns with labels.
 
         Args:
             labels: `[b, s]`, int64.
             logits: `[s, b, vocabulary / tp]`; the backward overwrites them.
         """
-        return torch.stack(cross_entropy(logits, labels.transpose(0, 1).contiguous()))
+        loss, squared = cross_entropy(logits, labels.transpose(0, 1).contiguous())
+        told = torch.stack([loss, squared]) if self._tells_partition else loss
+        return told.transpose(-1, -2).contiguous()
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

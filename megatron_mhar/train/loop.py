@@ -599,7 +599,9 @@ def forward_step(
     """
     batch = next(batches)
     context = parallel_state.get_context_parallel_world_size()
-    output = model(batch.get("tokens"), batch.get("position_ids"), None, labels=batch.get("labels"))
+    output = model(
+        batch.get("tokens"), batch.get("position_ids"), None, labels=batch.get("labels"), tell_partition=True
+    )
 
     def loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         per_token, squared_partition = output

@@ -78,11 +78,13 @@ def test_labels_make_losses_of_what_logits_say(tmp_path):
     tokens, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     with torch.no_grad():
         logits = model(tokens, positions, None)
-        loss, squared = model(tokens, positions, None, labels=labels)
+        loss, squared = model(tokens, positions, None, labels=labels, tell_partition=True)
+        alone = model(tokens, positions, None, labels=labels)
     assert logits.shape == (2, 32, vocabulary)
     expected = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none")
-    torch.testing.assert_close(loss.t(), expected.view(2, 32), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(squared.t(), logits.float().logsumexp(-1).square(), rtol=1e-5, atol=1e-5)
+    assert torch.equal(alone, loss)  # and not what was told before
+    torch.testing.assert_close(loss, expected.view(2, 32), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(squared, logits.float().logsumexp(-1).square(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.skipif(not platform.HAS_GPU, reason="needs a GPU")
