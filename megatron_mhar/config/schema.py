@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import (
     AfterValidator,
@@ -304,6 +304,11 @@ class SkipConfig(Section):
     max_in_row: PositiveInt = Field(10, description="so many skipped steps in a row stop the run; 1: the first does")
 
 
+def _own_format(recipe: str | None) -> str:
+    """Format of a recipe of Transformer Engine."""
+    return "e4m3" if recipe in ("mxfp8", "blockwise") else "hybrid"
+
+
 class Fp8Config(Section):
     """How FP8 sees tensors. Weights, their gradients, depth parameters and the history stay bf16 or fp32."""
 
@@ -312,9 +317,8 @@ class Fp8Config(Section):
         description="where scales come from: the tensor at hand, the largest values before (delayed; three passes over "
         "the first batch find the first ones), or blocks of it (mxfp8 from Blackwell on, blockwise from Hopper on)",
     )
-    format: Literal["hybrid", "e4m3"] = Field(
+    format: Literal["hybrid", "e4m3"] | None = Field(
         None,
-        validate_default=True,
         description="e4m3 throughout, or e5m2 (hybrid) for gradients of activations; where not given as Transformer "
         "Engine's recipes have it: hybrid with tensorwise and delayed, e4m3 with scales of blocks",
     )
@@ -323,12 +327,11 @@ class Fp8Config(Section):
         0, description="sublayers at each end of the model whose products stay bf16; not with delayed"
     )
 
-    @field_validator("format", mode="before")
+    @field_validator("format")
     @classmethod
-    def _recipes_own_format(cls, given: Any, info: ValidationInfo) -> Any:
-        # Resolved at once: a run folder then says it, and a run that was given it is one that was not.
-        own = "e4m3" if info.data.get("recipe") in ("mxfp8", "blockwise") else "hybrid"
-        return own if given is None else given
+    def _own_format_is_none(cls, given: str | None, info: ValidationInfo) -> str | None:
+        # So that a run that was given what its recipe has anyway, as all were once, is one that was given nothing.
+        return None if given == _own_format(info.data.get("recipe")) else given
 
     @model_validator(mode="after")
     def _recipe_fits(self) -> Fp8Config:
@@ -339,6 +342,11 @@ class Fp8Config(Section):
         if self.recipe != "delayed" and self.amax_history != type(self).model_fields["amax_history"].default:
             raise problem("amax_history", f"{self.amax_history} given, but it exists for recipe: delayed")
         return self
+
+    @property
+    def resolved_format(self) -> str:
+        """The format of this run."""
+        return self.format or _own_format(self.recipe)
 
     @property
     def multiple(self) -> int:

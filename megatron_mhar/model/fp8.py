@@ -23,7 +23,7 @@ def fp8_settings(training: TrainingConfig) -> dict[str, Any]:
     if training.precision != "fp8":
         return {}
     return {
-        "fp8": fp8.format,
+        "fp8": fp8.resolved_format,
         "fp8_recipe": fp8.recipe,
         "fp8_amax_history_len": fp8.amax_history,
         "fp8_amax_compute_algo": "max",

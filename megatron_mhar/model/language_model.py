@@ -3,6 +3,7 @@ them once in the forward and once in the backward."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -43,8 +44,9 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Loss and squared log-partition of every token.
 
     Args:
-        logits: `[..., vocabulary / tp]`, this tensor-parallel rank's part. Nobody else may need them in the backward,
-            which turns them into their gradient: with a large vocabulary nothing else in a step is as large.
+        logits: `[..., vocabulary / tp]`, this tensor-parallel rank's part. The backward turns them into their gradient,
+            in place: with a large vocabulary nothing else in a step is as large. Who needs them after, or in another
+            backward, takes a copy.
         labels: `[...]`, int64.
 
     Returns:
@@ -66,26 +68,27 @@ class _CrossEntropyAndLogPartition(torch.autograd.Function):
         own_top, own_total = _top_and_total(logits.detach())
         top = own_top.clone()
         torch.distributed.all_reduce(top, torch.distributed.ReduceOp.MAX, group=group)
+        own_total = own_total.masked_fill(own_top == -math.inf, 0.0)  # all of the rank's part may be masked
         elsewhere = (labels < start) | (labels >= end)
         local = (labels - start).masked_fill(elsewhere, 0).unsqueeze(-1)
         picked = (logits.gather(-1, local).squeeze(-1).float() - top).masked_fill(elsewhere, 0.0)
         both = torch.stack([own_total * (own_top - top).exp(), picked])
         torch.distributed.all_reduce(both, group=group)
         total, picked = both.unbind()
-        partition = total.log() + top
-        ctx.save_for_backward(logits, local, elsewhere, partition)
-        return total.log() - picked, partition
+        ctx.save_for_backward(logits, local, elsewhere, top, total)
+        return total.log() - picked, total.log() + top
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, grad_partition: Tensor) -> tuple[Tensor, None, None]:
-        logits, local, elsewhere, partition = ctx.saved_tensors
+        logits, local, elsewhere, top, total = ctx.saved_tensors
         grad = logits.detach()
-        # Both outputs have the softmax as derivative; the loss also has the label's one-hot.
-        scale = grad_loss + grad_partition
-        at_label = (grad.gather(-1, local).squeeze(-1).float() - partition).exp() * scale
+        # Both outputs have the softmax as derivative; the loss also has the label's one-hot. The exponent is relative
+        # to the largest logit: relative to the partition its rounding would be an error of the whole softmax.
+        scale = (grad_loss + grad_partition) / total
+        at_label = (grad.gather(-1, local).squeeze(-1).float() - top).exp() * scale
         at_label -= grad_loss.masked_fill(elsewhere, 0.0)
-        _scaled_softmax_(grad, partition, scale)
+        _scaled_exp_(grad, top, scale)
         grad.scatter_(-1, local, at_label.unsqueeze(-1).to(grad.dtype))
         return grad, None, None
 
@@ -102,6 +105,6 @@ def _top_and_total(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.compile
-def _scaled_softmax_(logits: Tensor, partition: Tensor, scale: Tensor) -> None:
-    """Turn logits into ``scale`` times their softmax."""
-    logits.copy_((logits.float() - partition.unsqueeze(-1)).exp_().mul_(scale.unsqueeze(-1)))
+def _scaled_exp_(logits: Tensor, top: Tensor, scale: Tensor) -> None:
+    """Turn logits into ``scale`` times their exponentials relative to ``top``."""
+    logits.copy_((logits.float() - top.unsqueeze(-1)).exp_().mul_(scale.unsqueeze(-1)))

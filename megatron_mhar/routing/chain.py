@@ -127,7 +127,7 @@ class Chain:
         self._grouped = plan.grows_by_one and self._how.groups
         self.num_rows = max(plan.reads[site].shared for site in sites)
         first, stop = min(sites), max(sites) + 1
-        self._last_site = stop - 1
+        self._last_site: int | None = stop - 1  # until it has read
         self._readers = [range(max(first, reader), stop) for reader in plan.first_readers[: self.num_rows]]
         self._buffers: _Buffers | None = None
         self._rows: set[int] = set()  # sources that have been added and not yet pulled
@@ -188,7 +188,9 @@ class Chain:
             SPAN=b.span, **how.tile, **how.read,
         )  # fmt: skip
         if site == self._last_site:
-            self._site_block = None  # what comes now, the logits of a large vocabulary, needs its memory
+            # What comes now, the logits of a large vocabulary, needs its memory. Only once: if reads are run again, the
+            # block that they make anew serves the sites before too.
+            self._site_block = self._last_site = None
         return out, given
 
     def _read_group(self, site: int) -> tuple[Tensor, Tensor]:

@@ -126,28 +126,32 @@ def test_the_config_of_a_run_made_earlier_loads_with_the_values_that_it_had() ->
     path = Path(__file__).parent / "kept_run.yaml"
     kept = yaml.safe_load(path.read_text())
     config = load_config(path).model_dump(mode="json")
+    kept["training"]["fp8"]["format"] = None  # that of the recipe, which had to be said then
     for section, values in kept.items():
         found = config[section]
         assert (found | values if isinstance(values, dict) else values) == found, section
 
 
 @pytest.mark.parametrize(
-    ("given", "format"),
+    ("given", "kept", "format"),
     [
-        ([], "hybrid"),
-        (["precision=fp8"], "hybrid"),
-        (["fp8.format=hybrid"], "hybrid"),  # as dumps of bf16 runs have it
-        (["precision=fp8", "fp8.format=e4m3"], "e4m3"),
-        (["precision=fp8", "fp8.recipe=delayed"], "hybrid"),
-        (["precision=fp8", "fp8.recipe=blockwise"], "e4m3"),
-        (["precision=fp8", "fp8.recipe=mxfp8", "fp8.format=null"], "e4m3"),
-        (["precision=fp8", "fp8.recipe=blockwise", "fp8.format=hybrid"], "hybrid"),
+        ([], None, "hybrid"),
+        (["precision=fp8"], None, "hybrid"),
+        (["fp8.format=hybrid"], None, "hybrid"),  # as dumps of bf16 runs once had it
+        (["precision=fp8", "fp8.format=e4m3"], "e4m3", "e4m3"),
+        (["precision=fp8", "fp8.recipe=delayed"], None, "hybrid"),
+        (["precision=fp8", "fp8.recipe=blockwise"], None, "e4m3"),
+        (["precision=fp8", "fp8.recipe=mxfp8", "fp8.format=null"], None, "e4m3"),
+        (["precision=fp8", "fp8.recipe=blockwise", "fp8.format=e4m3"], None, "e4m3"),
+        (["precision=fp8", "fp8.recipe=blockwise", "fp8.format=hybrid"], "hybrid", "hybrid"),
     ],
 )
-def test_a_format_of_fp8_is_said_whether_it_was_given_or_not(run: Path, given: list[str], format: str) -> None:
+def test_the_format_of_a_recipe_is_as_good_as_none(run: Path, given: list[str], kept: str | None, format: str) -> None:
+    """A run goes on with either, and another recipe brings its own."""
     sizes = ["model.hidden_size=128", "model.vocab_size=256"]
     config = load_config(run, [*sizes, *(f"training.{override}" for override in given)])
-    assert flatten(config)["training.fp8.format"] == format
+    assert flatten(config)["training.fp8.format"] == kept
+    assert config.training.fp8.resolved_format == format
 
 
 def test_dump_has_every_key(run: Path) -> None:

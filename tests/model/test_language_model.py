@@ -9,6 +9,7 @@ from megatron_mhar import platform
 from megatron_mhar.model.build import build_models
 from megatron_mhar.model.language_model import cross_entropy
 from tests.conftest import tiny_run
+from tests.launch import launch
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -67,6 +68,27 @@ def test_large_logits_and_unlikely_labels_stay_finite():
     loss, squared = cross_entropy(logits, labels)
     (loss.sum() + 1e-4 * squared.sum()).backward()
     assert loss.isfinite().all() and squared.isfinite().all() and leaf.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("offset", [0.0, 1000.0])
+def test_gradients_of_sure_tokens_do_not_depend_on_where_the_logits_lie(offset):
+    """Where a label is likely its gradient is a small difference; without z-loss nothing keeps logits near zero."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(256, 500, generator=generator) + offset
+    labels = torch.randint(0, 500, (256,), generator=generator)
+    values.scatter_(1, labels.unsqueeze(1), offset + 13.0)
+    leaf, twin = values.cuda().requires_grad_(), values.double().detach().requires_grad_()
+    cross_entropy(leaf * 1, labels.cuda())[0].sum().backward()
+    torch.nn.functional.cross_entropy(twin, labels, reduction="sum").backward()
+    found, expected = leaf.grad.double().cpu(), twin.grad
+    assert (found - expected).norm() <= 1e-4 * expected.norm()
+
+
+@pytest.mark.skipif(platform.HAS_GPU and torch.cuda.device_count() < 2, reason="needs two GPUs, or none")
+def test_two_tensor_parallel_ranks(tmp_path):
+    for rank, found in launch("model/loss_worker.py", 2, tmp_path / "out.pt").items():
+        for name, errors in found.items():
+            assert max(errors) < 1e-6, f"rank {rank}: {name}: loss, squared log-partition, gradient {errors}"
 
 
 def test_labels_make_losses_of_what_logits_say(tmp_path):
